@@ -207,7 +207,7 @@ def execute_share(
     `require_divisible` do, and `OutputExists` where the unfinished folder is of another plan.
     """
     require_divisible(plan)
-    check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
+    check_output(Path(out), overwrite=overwrite, inputs=tuple(plan.folders))
     target, shards = real_place(Path(out)), shards_of(plan, share)
     with errors_of_the_system(None, target), Sources(plan.inputs) as sources, shared_folder(target) as folder:
         journal = Journal(folder, digest_of(plan))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from lora_tool.execution.folder import (
 from lora_tool.execution.journal import Journal, digest_of, recorded_looks
 from lora_tool.execution.local_engine import LocalEngine, OnWritten
 from lora_tool.execution.reading import Sources
-from lora_tool.execution.work import Engine, Unfinished, Work
+from lora_tool.execution.work import Engine, Work
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.plans.core.delta_retention import DeltaRetention
 from lora_tool.plans.core.manifest import manifest_bytes
@@ -49,7 +50,7 @@ def engine_of(spread: Spread, *, jobs: int | None, written: OnWritten | None = N
 FolderCheck = Callable[[Path], Mapping[str, Any]]
 """Called with the finished folder before the rename: returns an entry for the manifest, or raises to refuse the folder."""
 
-FileCheck = Callable[[Path, Shard], None]
+FileCheck = OnWritten
 """Called with the unfinished folder and a weights file of it that is on the disk, while others are being written: what
 it sees is for the `FolderCheck` to judge.
 """
@@ -65,6 +66,7 @@ def execute(
     resume: bool = False,
     progress: Progress | None = None,
     check: FolderCheck | None = None,
+    check_file: FileCheck | None = None,
 ) -> Path:
     """Write the folder that `plan` describes as `out` and return its path.
 
@@ -72,71 +74,51 @@ def execute(
     default a `LocalEngine` of `jobs` workers. `overwrite` replaces an existing folder once the new one is whole.
     `progress` is called with the number of weight bytes written. `resume` reuses the files that a killed run of the
     same plan had finished, and keeps its own after a failure. `plan.values`, the check of the inputs' values, runs
-    during the writing; its errors refuse the folder. `check` sees the finished folder before the rename and refuses it
-    by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, `FindingsFound`, and what
-    `check` raises.
+    during the writing; its errors refuse the folder. `check_file` is called for each weights file that is written now,
+    not for those that `resume` takes over. `check` sees the finished folder before the rename and refuses it by raising.
+    Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, `FindingsFound`, and what `check` raises.
     """
-    with unfinished(plan, out, overwrite=overwrite, resume=resume, progress=progress, check=check) as folder:
-        folder.write(engine or LocalEngine(jobs=jobs))
-    return Path(out)
-
-
-@contextlib.contextmanager
-def unfinished(
-    plan: Plan,
-    out: str | os.PathLike[str],
-    *,
-    overwrite: bool = False,
-    resume: bool = False,
-    progress: Progress | None = None,
-    check: FolderCheck | None = None,
-    check_file: FileCheck | None = None,
-) -> Iterator[Unfinished]:
-    """Yield the folder of `out` whose weight files are written inside; the rest is written, and it is renamed, after.
-
-    An error inside leaves no folder. `check_file` is called for each weights file that is written now, not for those that
-    `resume` takes over. Other arguments and errors are those of `execute`.
-    """
-    check_output(Path(out), overwrite=overwrite, inputs=tuple({stamp.path.parent for stamp in plan.inputs}))
-    target = real_place(Path(out))
+    check_output(Path(out), overwrite=overwrite, inputs=tuple(plan.folders))
+    target, advance = real_place(Path(out)), progress or (lambda _: None)
     with (
         errors_of_the_system(None, target),
         Sources(plan.inputs) as sources,
         new_folder(target, overwrite=overwrite, resume=resume) as folder,
         _begun(folder, digest_of(plan), shared=resume) as journal,
     ):
-        finished = journal.finished(plan.shards)
-        journal.keep_only(finished)
-        missing = tuple(shard for shard in plan.shards if shard.filename not in finished)
-        check_space(target, sum(each.nbytes for each in missing) + sum(file.nbytes for file in plan.side_files))
-        advance = progress or (lambda _: None)
-        advance(sum(shard.data_bytes for shard in plan.shards if shard.filename in finished))
-        retained = {name: each for found in finished.values() for name, each in found.items()}
+        retained: dict[str, DeltaRetention] = {}
+        missing = plan.shards
+        if resume:
+            finished = journal.finished(plan.shards)
+            journal.keep_only(finished)
+            missing = tuple(shard for shard in plan.shards if shard.filename not in finished)
+            advance(sum(shard.data_bytes for shard in plan.shards if shard.filename in finished))
+            for found in finished.values():
+                retained.update(found)
+        check_space(target, sum(map(attrgetter("nbytes"), (*missing, *plan.side_files))))
 
         def on_disk(shard: Shard, found: Mapping[str, DeltaRetention]) -> None:
             retained.update(found)
-            if journal.record(shard) is None:  # another machine that wrote the file has recorded it
+            if not journal.has_record(shard):  # another machine that wrote the file has recorded it
                 journal.add(shard, found)
             if check_file is not None:
                 check_file(folder, shard)
 
         checks = recorded_looks(plan, journal)
         work = Work(plan=plan, folder=folder, digest=journal.digest, shards=missing, checks=checks)
-        written = Unfinished(work=work, finished=on_disk, progress=advance)
         with _refusals(journal):
-            yield written
-            kept = refuse_errors(written.done.findings, plan.values.ignored if plan.values else ())
+            done = (engine or LocalEngine(jobs=jobs)).run(work, finished=on_disk, progress=advance)
+            kept = refuse_errors(done.findings, plan.values.ignored if plan.values else ())
         for file in plan.side_files:
             _write_side_file(folder, file)
         with _refusals(journal):
             verification = check(folder) if check is not None else None
         plan = replace(plan, warnings=(*plan.warnings, *map(str, kept)))
-        write_file(
-            folder / manifest_format.FILE_NAME,
-            manifest_bytes(plan, written.done.hashes, retained, arithmetic_of(plan), verification),
-        )
+        manifest = manifest_bytes(plan, done.hashes, retained, arithmetic_of(plan), verification)
+        write_file(folder / manifest_format.FILE_NAME, manifest)
         sources.check_unchanged()
         journal.remove()
+    return Path(out)
 
 
 @contextlib.contextmanager

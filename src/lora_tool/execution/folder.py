@@ -32,14 +32,16 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
     `ExecutionError` where it would lie in a file.
     """
     for source in inputs:
-        if any(_same_folder(above, out) for above in _with_parents(source)):
-            raise OutputExists(f"{out} is the input {source}, or contains it", hint="give another folder: `out=OUT`")
+        for above in _with_parents(source):
+            if _same_folder(above, out):
+                hint = "give another folder: `out=OUT`"
+                raise OutputExists(f"{out} is the input {source}, or contains it", hint=hint)
     if _same_folder(Path(), out):
         raise OutputExists(
             f"{out} is the working directory, which a new folder cannot replace", hint="give a folder in it: `out=NAME`"
         )
     if not os.path.lexists(out):
-        above = next(above for above in out.absolute().parents if os.path.lexists(above))
+        above = _existing_above(out)
         if not above.is_dir():
             raise ExecutionError(
                 f"{out} cannot be written: {above} is not a folder", hint="give another folder: `out=OUT`"
@@ -62,6 +64,10 @@ def _with_parents(folder: Path) -> tuple[Path, ...]:
     return real, *real.parents
 
 
+def _existing_above(out: Path) -> Path:
+    return next(filter(os.path.lexists, out.absolute().parents))
+
+
 def _same_folder(one: Path, other: Path) -> bool:
     """Return whether both are one folder, whatever it is called: names may differ in case, and mounts be bound."""
     try:
@@ -77,7 +83,7 @@ def real_place(out: Path) -> Path:
 
 def check_space(out: Path, needed: int) -> None:
     """Return if the disk under `out` has `needed` bytes free, or does not report its free space. Raises `OutOfSpace`."""
-    disk = shutil.disk_usage(next(folder for folder in out.absolute().parents if folder.exists()))
+    disk = shutil.disk_usage(_existing_above(out))
     if disk.total and disk.free < needed:  # one of no size at all is in memory or on a network, and does not tell
         raise OutOfSpace(
             f"{out} needs {size(needed)}, the disk has {size(disk.free)} free",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from lora_tool.core.errors import MissingDependency
 from lora_tool.core.progress import Progress
@@ -56,16 +56,18 @@ def digest_of(plan: Plan) -> str:
 def _parts_of(plan: Plan) -> Iterator[dict[str, Any]]:
     """Yield what decides about the bytes that a plan writes, as JSON data."""
     yield {
-        "plan": replace(plan, shards=(), leftovers=(), notes=()).to_json(),
+        "written": [plan.precision, plan.findings, plan.warnings],
+        "side_files": [(file.filename, file.source, file.reason) for file in plan.side_files],
         "manifest": dict(plan.manifest),
-        "inputs": [[str(stamp.path), stamp.size, stamp.mtime_ns] for stamp in plan.inputs],
+        "inputs": [(stamp.path, stamp.size, stamp.mtime_ns) for stamp in plan.inputs],
         "versions": [__version__, *versions_of(plan).values()],
         "arithmetic": formula_of(plan),
     }
     for shard in plan.shards:
         yield {"filename": shard.filename, "steps": len(shard.steps)}
-        yield from (step_json(step, plan.input_names) for step in shard.steps)
-    yield from (leftover_json(item) for item in plan.leftovers)
+        for step in shard.steps:
+            yield step_json(step, plan.input_names)
+    yield from map(leftover_json, plan.leftovers)
 
 
 def versions_of(plan: Plan) -> dict[str, str]:
@@ -92,8 +94,6 @@ class Journal:
 
     def make(self) -> None:
         """Make the journal's folder, or go on with the one that is there, of whatever plan."""
-        if self.path.is_file():
-            self.path.unlink()  # an older version's
         self.path.mkdir(exist_ok=True)
 
     def begin(self) -> None:
@@ -130,11 +130,11 @@ class Journal:
 
     def keep_only(self, finished: Iterable[str]) -> None:
         """Remove all from the folder but these files, their records, findings on the inputs, and signs of processes at work."""
-        files = set(finished)
-        noted = (path.name for names in (_LOOK.format("*"), f"*{SIGN}") for path in self.path.glob(names))
-        kept = {NAME, _MARK, *noted, *files, *(f"{name}{_RECORD}" for name in files)}
+        kept = {NAME, _MARK}
+        for name in finished:
+            kept |= {name, f"{name}{_RECORD}"}
         for path in [*self.folder.iterdir(), *self.path.iterdir()]:
-            if path.name not in kept:
+            if path.name not in kept and not path.match(_LOOK.format("*")) and path.suffix != SIGN:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def add(self, shard: Shard, retained: Mapping[str, DeltaRetention]) -> None:
@@ -220,8 +220,9 @@ class RecordedLook(Struct, frozen=True, kw_only=True):
 
 def recorded_looks(plan: Plan, journal: Journal) -> tuple[RecordedLook, ...]:
     """Return the parts of the check of the plan's values, each of which runs once for the journal's folder."""
-    parts = plan.values.parts if plan.values else ()
+    if plan.values is None:
+        return ()
     return tuple(
         RecordedLook(look=look, number=number, folder=journal.folder, digest=journal.digest)
-        for number, look in enumerate(parts)
+        for number, look in enumerate(plan.values.parts)
     )

@@ -141,7 +141,11 @@ def retention(source: AnyArray, meant: AnyArray, written: AnyArray) -> DeltaRete
     The sums are rounded once, so they do not depend on how a machine sums.
     """
     every = max(1, meant.size // _SAMPLES) | 1
-    before, after, now = (array[::every].astype(np.float64) for array in (source, meant, written))
-    delta, effect = after - before, now - before
-    sums = [math.fsum((one * other).tolist()) for one, other in ((delta, delta), (effect, effect), (delta, effect))]
-    return DeltaRetention(meant=sums[0], written=sums[1], shared=sums[2])
+    before = source[::every].astype(np.float64)
+    delta = meant[::every].astype(np.float64) - before
+    effect = written[::every].astype(np.float64) - before
+    return DeltaRetention(meant=_sum(delta * delta), written=_sum(effect * effect), shared=_sum(delta * effect))
+
+
+def _sum(values: AnyArray) -> float:
+    return math.fsum(values.tolist())

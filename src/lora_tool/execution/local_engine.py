@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Executor, Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -24,10 +25,10 @@ from lora_tool.core.report import Finding
 from lora_tool.execution.backends.backend import Backend
 from lora_tool.execution.backends.choosing import ChooseBackend, backend_for, makes_factors
 from lora_tool.execution.folder import write_file
-from lora_tool.execution.output import ShardFile, slots_for, write_exactly
+from lora_tool.execution.output import Sample, ShardFile, added_up, slots_for, write_exactly
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit, CopyUnit, GatherUnit, RequantiseUnit, Unit, computed_by, units_of
-from lora_tool.execution.work import Finished, Sample, Work, WorkDone, added_up
+from lora_tool.execution.work import Finished, Work, WorkDone
 from lora_tool.formats.open_files import PageBuffer
 from lora_tool.plans.core.manifest import sha256_of
 from lora_tool.plans.core.ops import Precision, RowOp
@@ -81,13 +82,13 @@ class Worker:
             case CopyUnit():
                 _copy(unit, self._sources, out)
                 return None
+            case ComputeUnit():
+                retained = self._backend(unit.op).run(unit, out)
             case GatherUnit():
                 gathered = self._room.of(unit.nbytes)
                 self._sources.read_into(unit.source, unit.start, gathered)
                 write_exactly(out, gathered, unit.begin)
                 return None
-            case ComputeUnit():
-                retained = self._backend(unit.op).run(unit, out)
             case RequantiseUnit():
                 retained = self._of_codes.run(unit, out)
             case _:
@@ -132,7 +133,8 @@ def _copy_in_kernel(unit: CopyUnit, source: int, out: int) -> int:
     return done
 
 
-OnWritten = Callable[[Shard], None]
+OnWritten = Callable[[Path, Shard], None]
+"""Called with the folder and a file of it."""
 _LOOK_BYTES = 256 << 20
 """Values that one thread looks at in one go: while it does, the others copy, and two that copy into one file or look
 at values keep each other waiting. A file for each parameter took a fifth longer one by one.
@@ -150,7 +152,7 @@ class LocalEngine(Struct, frozen=True, kw_only=True):
     choose: ChooseBackend = backend_for
     """Which arithmetic computes which operation."""
     written: OnWritten | None = None
-    """Called with each shard once all of it is written, by one thread at a time, while it is flushed to the disk."""
+    """Called with each file once all of it is written, by one thread at a time, while it is flushed to the disk."""
 
     def run(self, work: Work, *, finished: Finished, progress: Progress) -> WorkDone:
         """See `Engine`."""
@@ -166,14 +168,16 @@ class LocalEngine(Struct, frozen=True, kw_only=True):
     @contextlib.contextmanager
     def _arithmetic(self, plan: Plan, batches: _Batches, jobs: int) -> Iterator[None]:
         """Load the arithmetic of the units; inside, its libraries have no threads of their own beside the workers."""
-        units = (unit for _, some in batches for batch in some for unit in batch)
-        used = {self.choose(plan.precision, op) for unit in units for op in computed_by(unit)}
+        used: set[type[Backend]] = set()
+        for _, some in batches:
+            for unit in chain.from_iterable(some):
+                used.update(self.choose(plan.precision, op) for op in computed_by(unit))
         with contextlib.ExitStack() as limits:
             # each is loaded once, so that one error says if it fails
             for backend in used if not plan.recomputes_inits else ():
                 limits.enter_context(backend.one_thread())
-            names = sorted(backend.__name__.removesuffix("Backend").lower() for backend in used)
-            computed = f"{plan.precision} precision by {' and '.join(names)}"
+            names = [backend.__name__.removesuffix("Backend").lower() for backend in used]
+            computed = f"{plan.precision} precision by {' and '.join(sorted(names))}"
             what = computed if names else "every tensor is copied, none is computed"
             decided(f"arithmetic: {what}; {counted(jobs, 'worker')}")
             yield
@@ -263,7 +267,7 @@ class _EngineRun(Struct, frozen=True):
     def _see(self, shard: Shard, written: OnWritten) -> None:
         with self._errors_stop_all():
             if not self.stop.is_set():
-                written(shard)
+                written(self.work.folder, shard)
 
     def _look(self, parts: Iterable[ValuePart]) -> list[Finding]:
         """Return what these parts of the check of values find, unless the run has been stopped."""
@@ -282,7 +286,9 @@ class _EngineRun(Struct, frozen=True):
 
 def _spread(work: Sequence[_Call], among: Sequence[_Call]) -> list[_Call]:
     """Return the tasks of both, each in its order, evenly mixed."""
-    placed = [((at + 0.5) / len(tasks), task) for tasks in (work, among) for at, task in enumerate(tasks)]
+    placed = []
+    for tasks in (work, among):
+        placed += [((at + 0.5) / len(tasks), task) for at, task in enumerate(tasks)]
     return [task for _, task in sorted(placed, key=itemgetter(0))]
 
 

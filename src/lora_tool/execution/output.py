@@ -7,12 +7,13 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 
 from lora_tool.execution.units import Unit
-from lora_tool.execution.work import Sample
+from lora_tool.plans.core.delta_retention import DeltaRetention
 from lora_tool.plans.core.steps import Shard
 
 _MOST_OPEN = 8
@@ -26,6 +27,10 @@ def slots_for(jobs: int) -> threading.Semaphore:
     are complete, and flushed while the next are written.
     """
     return threading.Semaphore(max(_MOST_OPEN, jobs + 1))
+
+
+Sample = tuple[str, int, DeltaRetention]
+"""Output tensor, where in the file its unit begins, and what rounding left of the change there."""
 
 
 class ShardFile:
@@ -133,3 +138,11 @@ def write_exactly(out: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         done += os.pwrite(out, data[done : done + _SMALL_WRITE], offset + done)
+
+
+def added_up(samples: Iterable[Sample]) -> dict[str, DeltaRetention]:
+    """Return the samples of one file added up by tensor, in the order of the file whoever took them."""
+    total: dict[str, DeltaRetention] = {}
+    for name, _, sample in sorted(samples, key=itemgetter(1)):
+        total[name] = total.get(name, DeltaRetention()) + sample
+    return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -124,13 +124,9 @@ Unit = CopyUnit | GatherUnit | ComputeUnit | RequantiseUnit
 
 def computed_by(unit: Unit) -> tuple[RowOp, ...]:
     """Return the operations whose arithmetic a unit needs; none for one that moves bytes."""
-    match unit:
-        case ComputeUnit():
-            return (unit.op,)
-        case RequantiseUnit():
-            return row_ops(unit.op)
-        case _:
-            return ()
+    if isinstance(unit, ComputeUnit):
+        return (unit.op,)
+    return row_ops(unit.op) if isinstance(unit, RequantiseUnit) else ()
 
 
 def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
@@ -140,23 +136,27 @@ def units_of(shard: Shard, *, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     those of one that needs all rows always are. Whole tensors of an adapter are computed, too, although they are
     only copied: no other code checks their values.
     """
-    pending: list[CopyUnit] = []
+    joined: CopyUnit | None = None
     for unit in _units(shard, whole):
-        if isinstance(unit, CopyUnit):
-            pending.append(unit)
-        else:
-            yield from _joined(pending)
-            pending = []
+        if joined is not None:
+            if isinstance(unit, CopyUnit) and _adjacent(joined, unit):
+                joined = replace(joined, nbytes=joined.nbytes + unit.nbytes)
+                continue
+            yield from _cut(joined)
+        joined = unit if isinstance(unit, CopyUnit) else None
+        if joined is None:
             yield unit
-    yield from _joined(pending)
+    if joined is not None:
+        yield from _cut(joined)
 
 
 def _units(shard: Shard, whole: Callable[[RowOp], bool]) -> Iterator[Unit]:
     """Yield the units of each step, copies as the spans of their sources are."""
-    together = _parts_beside_codes(shard)
+    together: Mapping[str, int] | None = None
     at = len(shard.header)
     for step in shard.steps:
         if isinstance(step.op, Requantise):
+            together = _parts_beside_codes(shard) if together is None else together
             yield from _requantised(step.out, step.op, at, together)
         else:
             yield from _units_of_rows(step, step.op, at, whole)
@@ -240,22 +240,11 @@ def _gathered(source: StoredTensor, start: int, nbytes: int, at: int, step: int)
         yield GatherUnit(source=source, start=done, nbytes=min(step, start + nbytes - done), begin=at + done)
 
 
-def _joined(copies: Sequence[CopyUnit]) -> Iterator[CopyUnit]:
-    start = 0
-    for end in range(1, len(copies) + 1):
-        if end == len(copies) or not _adjacent(copies[end - 1], copies[end]):
-            if end - start == 1 and 0 < copies[start].nbytes <= COPY_BYTES:
-                yield copies[start]
-            else:
-                yield from _cut(copies[start], sum(copy.nbytes for copy in copies[start:end]))
-            start = end
-
-
-def _cut(first: CopyUnit, total: int) -> Iterator[CopyUnit]:
-    """Yield units that copy `total` bytes from where the `first` begins."""
-    for done in range(0, total, COPY_BYTES):
-        nbytes = min(COPY_BYTES, total - done)
-        yield CopyUnit(source=first.source, offset=first.offset + done, nbytes=nbytes, begin=first.begin + done)
+def _cut(copy: CopyUnit) -> Iterator[CopyUnit]:
+    """Yield units that copy the same, none of more than `COPY_BYTES`."""
+    for done in range(0, copy.nbytes, COPY_BYTES):
+        nbytes = min(COPY_BYTES, copy.nbytes - done)
+        yield CopyUnit(source=copy.source, offset=copy.offset + done, nbytes=nbytes, begin=copy.begin + done)
 
 
 def _adjacent(left: CopyUnit, right: CopyUnit) -> bool:

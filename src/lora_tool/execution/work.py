@@ -6,12 +6,11 @@ plan, its units (`units_of`) and the parts of the check of values. `Worker` carr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from lora_tool.core.progress import Progress
 from lora_tool.core.report import Finding
@@ -57,28 +56,3 @@ class Engine(Protocol):
         `progress` is called with the bytes that were written or checked. Raises the first error of any worker, after
         all others have stopped; `SourceChanged` where an input is not as the plan saw it.
         """
-
-
-class Unfinished(Struct, kw_only=True):
-    """A folder that is being written: its weight files are missing, and an engine writes them. `done` is set then."""
-
-    work: Work
-    finished: Finished
-    progress: Progress
-    done: WorkDone = field(default_factory=lambda: WorkDone(hashes={}, findings=()))
-
-    def write(self, engine: Engine) -> None:
-        """Have the engine write the weight files. Raises as `Engine.run`."""
-        self.done = engine.run(self.work, finished=self.finished, progress=self.progress)
-
-
-Sample = tuple[str, int, DeltaRetention]
-"""Output tensor, where in the file its unit begins, and what rounding left of the change there."""
-
-
-def added_up(samples: Iterable[Sample]) -> dict[str, DeltaRetention]:
-    """Return the samples of one file added up by tensor, in the order of the file whoever took them."""
-    total: dict[str, DeltaRetention] = {}
-    for name, _, sample in sorted(samples, key=itemgetter(1)):
-        total[name] = total.get(name, DeltaRetention()) + sample
-    return total

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +120,7 @@ def write(
     what the rules say of it. `watch` is asked for the progress of the writing. With `resume` a folder that an earlier
     run wrote from the same stays as it is. Raises as `execute` does, and `VerificationFailed`.
     """
-    from lora_tool.execution.engine import engine_of, unfinished  # what computes: no dry run uses it
+    from lora_tool.execution.engine import engine_of, execute  # what computes: no dry run uses it
     from lora_tool.execution.local_engine import workers_for
 
     workers = workers_for(plan, jobs)
@@ -129,18 +128,16 @@ def write(
     if resume and is_written(plan, Path(out)):
         return replace(read_back.written(), finished_before=True)
     with watch(*work_of(plan)) as progress:
-        folder = unfinished(
+        execute(
             plan,
             out,
+            engine=engine_of(spread, jobs=jobs, written=read_back.look if verify else None),
             overwrite=overwrite,
             resume=resume,
             progress=progress,
             check=read_back.check if verify else None,
             check_file=read_back.check_file if verify else None,
         )
-        with folder as weights:
-            look = partial(read_back.look, weights.work.folder) if verify else None
-            weights.write(engine_of(spread, jobs=jobs, written=look))
     return read_back.written()
 
 

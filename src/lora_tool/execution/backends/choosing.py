@@ -54,7 +54,8 @@ def arithmetic_of(plan: Plan) -> str | None:
 
 def formula_of(plan: Plan) -> str | None:
     """Return the part of `arithmetic_of` that determines the bytes: all levels of the kernel give the same."""
-    return None if plan.only_copies else formula(plan.precision, factors=makes_factors(plan))
+    found = arithmetic_of(plan)
+    return found and found.partition(" (")[0]
 
 
 def makes_factors(plan: Plan) -> bool:

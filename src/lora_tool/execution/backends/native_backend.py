@@ -185,7 +185,8 @@ class NativeBackend(NumpyBackend):
         fine = fine and PlainRows(self._kernel, meant, DType.F32).write(some, out, dtype)
         if fine:
             part = slice(0, kernels.CACHE_BLOCK)
-            self._retained = kernels.retention(*(each.reshape(-1)[part] for each in (before, meant, out)))
+            flat = before.reshape(-1), meant.reshape(-1), out.reshape(-1)
+            self._retained = kernels.retention(flat[0][part], flat[1][part], flat[2][part])
         return fine
 
     def _moved(self, op: DoraDelta, first: int, last: int) -> Array:
@@ -287,7 +288,7 @@ class NativeBackend(NumpyBackend):
         starts = range(0, length, each)
         panels = -(-each // width) * width * depth
         packed = self._room.of(place, (len(starts), panels), np.dtype(np.float32))
-        along, down = (stride // factor.itemsize for stride in factor.strides)
+        along, down = factor.strides[0] // factor.itemsize, factor.strides[1] // factor.itemsize
         dtype = next(dtype for dtype in TYPES if kernels.STORAGE[dtype] == factor.dtype)
         for at, first in enumerate(starts):
             part = factor[first : first + each]

@@ -119,10 +119,9 @@ class NumpyBackend:
 
     def _needs_float64(self, op: RowOp) -> bool:
         """Whether to compute in float64: as requested, or because float32 would lose bits of a float64 source."""
-        kept = (op.source, op.rows) if isinstance(op, ReplaceRows) else (op.source,)
-        if isinstance(op, FactorOp):
+        if self._precision is Precision.FLOAT64 or isinstance(op, FactorOp) or op.source.dtype is DType.F64:
             return True
-        return self._precision is Precision.FLOAT64 or any(tensor.dtype is DType.F64 for tensor in kept)
+        return isinstance(op, ReplaceRows) and op.rows.dtype is DType.F64
 
     def _norms_of_columns(self, op: DoraDelta, unit: ComputeUnit) -> Array:
         """Return ‖W + Δ‖ of every column: a pass over all rows of its own, so that memory stays a block."""
