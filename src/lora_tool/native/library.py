@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
-import hashlib
 import os
 import zlib
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,29 +211,30 @@ def loaded(file: Path) -> tuple[tuple[Kernel, ...], str | None]:
         return (), (
             f"{file.name} was compiled from other sources than those beside it: compile it again (`src/build_kernel.py`)"
         )
-    levels = [(level, library.lora_tool_rows(level.number)) for level in _FASTEST_FIRST]
-    found = tuple(
-        Kernel(level=level, rows=rows, columns=library.lora_tool_columns(level.number), library=library)
-        for level, rows in levels
-        if rows
-    )
-    wrong = [str(one.level) for one in found if checksum(one) != CHECKSUM]
+    found: list[Kernel] = []
+    wrong: list[str] = []
+    for level in _FASTEST_FIRST:
+        if rows := library.lora_tool_rows(level.number):
+            columns = library.lora_tool_columns(level.number)
+            found.append(Kernel(level=level, rows=rows, columns=columns, library=library))
+            wrong += [str(level)] if checksum(found[-1]) != CHECKSUM else []
     if wrong:
         return (), f"{file.name} gives wrong results at {', '.join(wrong)}; its compiler may be faulty"
-    return found, None
+    return tuple(found), None
 
 
 def _is_stale(file: Path) -> bool:
     """Return whether the library was compiled from other sources than those in its folder."""
-    sources_here = sorted(path for path in file.parent.iterdir() if path.suffix in (".c", ".h"))
+    digest, sources = 0, sorted(file.parent.glob("*.[ch]"))
+    for path in sources:
+        digest = zlib.crc32(path.read_bytes(), digest)
     with contextlib.suppress(OSError, AttributeError):
-        sources = hashlib.sha256(b"".join(path.read_bytes() for path in sources_here))
-        return bool(sources_here) and sources_of(file) != sources.hexdigest()
+        return bool(sources) and sources_of(file) != f"{digest:08x}"
     return False
 
 
 def sources_of(file: Path) -> str:
-    """Return the sha256 of the sources that the library was compiled from. Raises OSError, AttributeError."""
+    """Return the CRC-32 of the sources that the library was compiled from, in hex. Raises OSError, AttributeError."""
     function = ctypes.CDLL(str(file)).lora_tool_sources  # only this one: an older library may lack others
     function.restype = ctypes.c_char_p
     sources: bytes = function()
@@ -285,15 +284,13 @@ def checksum(kernel: Kernel) -> int:
     W is from itself, shifted, as each type.
     """
     b, a, bits = trial()
-    at = ctypes.addressof
-    packed = [(ctypes.c_float * (64 * _DEPTH))() for _ in range(2)]
+    at, total = ctypes.addressof, 0
+    packed_b, packed_a = (ctypes.c_float * (64 * _DEPTH))(), (ctypes.c_float * (64 * _DEPTH))()
     left, right = (ctypes.c_float * len(b))(*b), (ctypes.c_float * len(a))(*a)
-    kernel.pack(at(packed[0]), kernel.rows, at(left), DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1))
-    kernel.pack(at(packed[1]), kernel.columns, at(right), DType.F32, (_COLUMNS, _DEPTH), (1, _COLUMNS))
-    factors = at(packed[0]), at(packed[1]), _DEPTH
-    scaled, plain = KernelTerm(*factors, 0.3), KernelTerm(*factors, 1.0)
+    kernel.pack(at(packed_b), kernel.rows, at(left), DType.F32, (_ROWS, _DEPTH), (_DEPTH, 1))
+    kernel.pack(at(packed_a), kernel.columns, at(right), DType.F32, (_COLUMNS, _DEPTH), (1, _COLUMNS))
+    scaled, plain = (KernelTerm(at(packed_b), at(packed_a), _DEPTH, scale) for scale in (0.3, 1.0))
     weights = (ctypes.c_uint16 * len(bits))(*bits)
-    total = 0
     for source_type in TYPES:
         source = ctypes.create_string_buffer(4 * len(bits))
         kernel.convert(at(weights), DType.BF16, at(source), source_type, len(bits))
@@ -303,29 +300,27 @@ def checksum(kernel: Kernel) -> int:
                 kernel.merge(at(source), source_type, at(out), out_type, (_ROWS, _COLUMNS), terms)
                 total = zlib.crc32(out.raw, total)
     for kind in range(3):
-        for part in _of_codes(kernel, kind, weights, scaled):
-            total = zlib.crc32(part, total)
-    begin, count = ctypes.addressof(weights), len(bits) // 8 * 8 - 8
-    change = (ctypes.c_double * count)(*(b[at % len(b)] for at in range(count)))
+        total = _with_codes(kernel, kind, bytes(weights)[: _ROWS * _COLUMNS], scaled, total)
+    count = len(bits) // 8 * 8 - 8
+    change = (ctypes.c_double * count)(*(b * (count // len(b) + 1))[:count])
     for types in (DType.BF16, DType.F16), (DType.F16, DType.BF16):
         most = ctypes.c_float()
-        sums = kernel.compare((begin, begin + 2), types, ctypes.addressof(change), count, ctypes.addressof(most))
+        sums = kernel.compare((at(weights), at(weights) + 2), types, at(change), count, at(most))
         total = zlib.crc32(repr((*sums, most.value)).encode(), total)
     return total
 
 
-def _of_codes(kernel: Kernel, kind: int, weights: Any, term: KernelTerm) -> Iterator[bytes]:  # noqa: ANN401 - an array
-    """Yield the numbers that the bytes of W are as codes of a kind, with ΔW, and these as codes of eight bits again."""
-    raw = bytearray(bytes(weights)[: _ROWS * _COLUMNS])
+def _with_codes(kernel: Kernel, kind: int, raw: bytes, term: KernelTerm, total: int) -> int:
+    """Return the CRC-32 with the numbers that bytes are as codes of a kind, with ΔW, and these as codes of eight bits."""
     if kind == 0:  # the largest code of E4M3 is NaN
-        raw = bytearray(byte - (byte & 0x7F == 0x7F) for byte in raw)  # noqa: PLR2004
-    stored = (ctypes.c_char * len(raw)).from_buffer(raw)
-    scales = (ctypes.c_float * _GROUPS)(*(0.01 * (at + 1) for at in range(_GROUPS)))
-    table = (ctypes.c_float * 512)(*(float(at % 37 - 18) for at in range(512)))
+        raw = raw.replace(b"\x7f", b"\x7e").replace(b"\xff", b"\xfe")
+    at, stored, size = ctypes.addressof, ctypes.create_string_buffer(raw, len(raw)), (_ROWS, _COLUMNS)
+    scales = (ctypes.c_float * _GROUPS)(0.01, 0.02, 0.03, 0.04)
+    table = (ctypes.c_float * 512)(*(list(range(-18, 19)) * 14)[:512])
     codes = Codes(
-        bytes=ctypes.addressof(stored),
-        table=ctypes.addressof(table),
-        scales=ctypes.addressof(scales),
+        bytes=at(stored),
+        table=at(table),
+        scales=at(scales),
         stride=_COLUMNS,
         apart=_GROUPS,
         group=_GROUP,
@@ -334,10 +329,10 @@ def _of_codes(kernel: Kernel, kind: int, weights: Any, term: KernelTerm) -> Iter
         kind=kind,
         type=TYPES[DType.F32],
     )
-    numbers, again = (ctypes.create_string_buffer(each * _ROWS * _COLUMNS) for each in (4, 1))
-    kernel.merge_codes(codes, ctypes.addressof(numbers), DType.F32, (_ROWS, _COLUMNS), (term,))
-    yield numbers.raw
-    if kind < 2:  # noqa: PLR2004 - two codes in a byte are not written again
-        place = ctypes.addressof(numbers)
-        kernel.quantise(codes, ctypes.addressof(again), place, (_ROWS, _COLUMNS), divided=kind == 0, least=-127.0)
-        yield again.raw
+    numbers, again = ctypes.create_string_buffer(4 * len(raw)), ctypes.create_string_buffer(len(raw))
+    kernel.merge_codes(codes, at(numbers), DType.F32, size, (term,))
+    total = zlib.crc32(numbers.raw, total)
+    if kind == 2:  # noqa: PLR2004 - two codes in a byte are not written again
+        return total
+    kernel.quantise(codes, at(again), at(numbers), size, divided=kind == 0, least=-127.0)
+    return zlib.crc32(again.raw, total)
