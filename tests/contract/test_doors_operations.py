@@ -46,7 +46,7 @@ from lora_tool.execution.engine import execute
 from lora_tool.formats.weights import read_single
 from lora_tool.plans.core.ops import Assemble, Copy, Negate, Precision
 from lora_tool.plans.core.plan import Plan
-from lora_tool.plans.core.sharding import lay_out
+from lora_tool.plans.core.steps import lay_out
 from lora_tool.plans.core.steps import Step
 from lora_tool.core.tensors import FileStamp, TensorSpec
 from lora_tool.verification.checking import check_written

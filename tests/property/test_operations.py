@@ -35,8 +35,7 @@ from lora_tool.plans.core.ops import (
     row_ops,
 )
 from lora_tool.plans.core.plan import Plan
-from lora_tool.plans.core.sharding import lay_out
-from lora_tool.plans.core.steps import Step
+from lora_tool.plans.core.steps import Step, lay_out
 from lora_tool.plans.core.terms import BiasTerm, LoraTerm
 from lora_tool.rules.merged.evidence import Verdict
 from lora_tool.verification.checking import check_steps

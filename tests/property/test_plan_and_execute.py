@@ -23,8 +23,7 @@ from lora_tool.execution.backends import numpy_backend
 from lora_tool.execution.engine import execute
 from lora_tool.plans.core.ops import Cast, Copy, row_ops
 from lora_tool.plans.core.plan import Plan
-from lora_tool.plans.core.sharding import lay_out
-from lora_tool.plans.core.steps import Shard, Step
+from lora_tool.plans.core.steps import Shard, Step, lay_out
 from tests.property.interpret import interpret, load, off_by_at_most
 from tests.property.strategies import STORED, Inputs, inputs, specs
 

@@ -133,38 +133,42 @@ def adapter_modules(
     `parameter_term`.
     """
     layers = {layer.module: layer for layer in view.layers}
-    wrapped = wrapped_parameters(view.config, facts.parameters) if facts else {}
-    parameters = {
-        name: (parameter_term(view, name, facts, layers.pop(module), expert_layout, weight),)
-        for module, name in wrapped.items()
-        if facts and module in layers
-    }
-    layers = {without_wrapped(module): layer for module, layer in layers.items()}
-    terms = {module: _term(layer, weight) for module, layer in layers.items()}
-    repeated = {
-        item.tensor.name: "the base's own, which is there already"
-        for item in view.parts(Part.PLAIN)
-        if item.name not in ends and not explains(view.config, item) and _repeats(item.name, item.tensor, base)
-    }
-    originals = (item.tensor.name for item in view.parts(Part.ORIGINAL_MODULE))
+    parameters: dict[str, tuple[LoraTerm, ...]] = {}
+    for module, name in wrapped_parameters(view.config, facts.parameters).items() if facts else ():
+        if facts and module in layers:
+            term = parameter_term(view, name, facts, layers.pop(module), expert_layout, weight)
+            parameters[name] = (term,)
+    lora: dict[str, tuple[LoraTerm, ...]] = {}
+    biases: dict[str, tuple[BiasTerm, ...]] = {}
+    magnitudes: dict[str, StoredTensor] = {}
+    embeddings: set[str] = set()
+    for path, layer in layers.items():
+        module = without_wrapped(path)
+        lora[module] = (_term(layer, weight),)
+        if layer.bias is not None:
+            biases[module] = (BiasTerm(bias=layer.bias, scaling=lora[module][0].scaling),)
+        if layer.magnitude is not None:
+            magnitudes[module] = layer.magnitude
+        if layer.embedding:
+            embeddings.add(module)
+    dropped = {name: f"a copy of {first.name}, which is in the file too" for name, first in view.repeats.items()}
+    for item in view.parts(Part.ORIGINAL_MODULE):
+        dropped[item.tensor.name] = "the frozen original of a saved module; PEFT does not load it either"
+    repeated = set()
+    for item in view.parts(Part.PLAIN):
+        if item.name not in ends and not explains(view.config, item) and _repeats(item.name, item.tensor, base):
+            repeated.add(item.tensor.name)
+            dropped[item.tensor.name] = "the base's own, which is there already"
     return AdapterModules(
-        lora={module: (term,) for module, term in terms.items()},
-        lora_bias={
-            module: (BiasTerm(bias=layer.bias, scaling=terms[module].scaling),)
-            for module, layer in layers.items()
-            if layer.bias is not None
-        },
-        magnitudes={module: layer.magnitude for module, layer in layers.items() if layer.magnitude is not None},
+        lora=lora,
+        lora_bias=biases,
+        magnitudes=magnitudes,
         saved={name: tensor for name, tensor in view.saved.items() if tensor.name not in repeated},
         frozen_base=view.frozen,
-        embeddings=frozenset(module for module, layer in layers.items() if layer.embedding),
+        embeddings=frozenset(embeddings),
         tokens={module: tokens.rows for module, tokens in view.tokens.items()},
         parameters=parameters,
-        dropped={
-            **{name: f"a copy of {first.name}, which is in the file too" for name, first in view.repeats.items()},
-            **dict.fromkeys(originals, "the frozen original of a saved module; PEFT does not load it either"),
-            **repeated,
-        },
+        dropped=dropped,
     )
 
 

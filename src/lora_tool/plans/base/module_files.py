@@ -26,12 +26,15 @@ from lora_tool.plans.core.steps import SideFile, copied_file
 _EMBEDDING = frozenset({Task.FEATURE_EXTRACTION, Task.AS_TRAINED, Task.CAUSAL_LM})
 
 
-class ModuleSideFiles(Struct, kw_only=True):
+class ModuleSideFiles(Struct, frozen=True, kw_only=True):
     """The files to copy, with the notes and warnings about them."""
 
     files: list[SideFile] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+
+_NONE = ModuleSideFiles()
 
 
 def module_files(owners: Sequence[tuple[Folder, str]], task: Task) -> ModuleSideFiles:
@@ -40,11 +43,11 @@ def module_files(owners: Sequence[tuple[Folder, str]], task: Task) -> ModuleSide
     `owners` are the adapters' folders and then the base's, each with what to call it. A classifier has modules only
     where the folder is a CrossEncoder's. Raises `CorruptFile` for one that is not a regular file inside its folder.
     """
-    found = ModuleSideFiles()
     owners = [(folder, whose) for folder, whose in owners if root_files(folder.files)]
-    home = next((owner for owner in owners if MODULES in owner[0].files), None)
     if not owners or not _goes_with(task, owners):
-        return found
+        return _NONE
+    found = ModuleSideFiles()
+    home = next((owner for owner in owners if MODULES in owner[0].files), None)
     modules: Modules | None = None
     if home is not None:
         try:
@@ -79,7 +82,7 @@ def _add_folders(found: ModuleSideFiles, modules: Modules, owners: Sequence[tupl
         if folder is None or files is None:
             _say_missing(found, name, modules)
             continue
-        found.files += [copied_file(folder.root, path, f"the {whose}") for path in files.kept]
+        found.files.extend(copied_file(folder.root, path, f"the {whose}") for path in files.kept)
         if files.left:
             found.notes.append(f"not copied from the {whose}: {', '.join(files.left)}")
     if modules.foreign:

@@ -26,9 +26,9 @@ _QUANTISATION, _EXCLUDED = "hf_quant_config.json", "exclude_modules"
 
 def pad_token(adapters: Sequence[AdapterDir], base: ModelDir) -> SpecialToken | None:
     """Return the pad token of the tokenizer that goes with the model: an adapter folder's, else the base's."""
-    for folder in (*(adapter.folder for adapter in adapters), base.folder):
-        if folder.tokenizer_files:
-            found = read_tokenizer(folder.root, folder.tokenizer_files).special("pad_token")
+    for owner in (*adapters, base):
+        if owner.folder.tokenizer_files:
+            found = read_tokenizer(owner.root, owner.folder.tokenizer_files).special("pad_token")
             if found is not None:
                 return found
     return None
@@ -115,8 +115,11 @@ def owners(adapters: Sequence[AdapterDir], base: ModelDir) -> list[tuple[Folder,
 
 def joined_changes(*parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the changes of a config of all `parts`, those inside its `text_config` together."""
-    text = {name: value for part in parts for name, value in part.get("text_config", {}).items()}
-    joined = {name: value for part in parts for name, value in part.items()}
+    joined: dict[str, Any] = {}
+    text: dict[str, Any] = {}
+    for part in parts:
+        joined |= part
+        text |= part.get("text_config", {})
     return joined | {"text_config": text} if text else joined
 
 
@@ -179,15 +182,17 @@ def other_tokenizers(adapters: Sequence[AdapterDir]) -> Iterator[str]:
 
 def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:
     """Yield notes on the base's files and folders that are neither weights nor copied, with its code apart."""
-    known = copied | {file.path.name for file in base.weights.files}
+    known = {*copied, *base.folder.checkpoints, *piece_folders(base.folder)}
+    known.update(name.partition("/")[0] for name in copied)
+    known.update(file.path.name for file in base.weights.files)
     if base.weights.index:
         known.add(base.weights.index.name)
-    names = [name for name in base.folder.files if name not in known and _is_worth_a_word(name)]
-    taken = {name.partition("/")[0] for name in copied}
-    skipped = {*taken, *base.folder.checkpoints, *piece_folders(base.folder)}
-    names += [f"{name}/" for name in base.folder.folders if name not in skipped and _is_worth_a_word(name)]
-    code = [name for name in names if name.endswith(".py")]
-    others = [name for name in names if name not in code]
+    others: list[str] = []
+    code: list[str] = []
+    for names, end in ((base.folder.files, ""), (base.folder.folders, "/")):
+        for name in names:
+            if name not in known and not name.startswith((".", "__")) and name not in _NOT_WORTH_A_WORD:
+                (others if end or not name.endswith(".py") else code).append(f"{name}{end}")
     if others:
         more = and_more(len(others) - _NAMED)
         yield f"not copied from the base: {', '.join(others[:_NAMED])}{more}"
@@ -198,8 +203,7 @@ def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:
 _NAMED = 40
 
 
-def _is_worth_a_word(name: str) -> bool:
-    return not name.startswith((".", "__")) and name not in ("README.md", "training_args.bin")
+_NOT_WORTH_A_WORD = ("README.md", "training_args.bin")
 
 
 def code_named(files: Iterable[SideFile]) -> Iterator[str]:
@@ -247,6 +251,10 @@ class Generation(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
+SAME_GENERATION = Generation()
+"""Where nothing changes."""
+
+
 def generation_of(adapters: Sequence[AdapterDir], base: ModelDir) -> Generation:
     """Return what changes where the tokenizer that is written is not the one that the base is set for.
 
@@ -255,7 +263,7 @@ def generation_of(adapters: Sequence[AdapterDir], base: ModelDir) -> Generation:
     without a tokenizer was trained with.
     """
     if base.config is None:
-        return Generation()
+        return SAME_GENERATION
     tokenizer = _written(adapters, base)
     named = {f"{role}_id": tokenizer.special(role) for role in ("bos_token", "eos_token", "pad_token")}
     special = {name: token.id for name, token in named.items() if token is not None}

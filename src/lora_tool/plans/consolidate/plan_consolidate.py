@@ -34,11 +34,19 @@ from lora_tool.formats.files import is_folder, json_bytes, read_object, require_
 from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.plans.consolidate.extract_adapter import Selection, select_adapter
 from lora_tool.plans.consolidate.rebuilt_config import FoundConfig, adapter_config_of
-from lora_tool.plans.core import sharding
 from lora_tool.plans.core.ops import Precision, copied_as
 from lora_tool.plans.core.options import FLOAT_DTYPE, SHARD_SIZE
 from lora_tool.plans.core.plan import Plan
-from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step, copied_file
+from lora_tool.plans.core.steps import (
+    DEFAULT_MAX_SHARD_BYTES,
+    InputRecord,
+    Shard,
+    SideFile,
+    Step,
+    copied_file,
+    index_files,
+    lay_out,
+)
 from lora_tool.rules.consolidating import check_of_values, judge_adapter, judge_files
 from lora_tool.rules.training.sharded_subject import ShardedSubject
 
@@ -140,7 +148,7 @@ def _plan_of(draft: Reassembly, findings: tuple[Finding, ...], options: StateOpt
     values = check_of_values(state, draft.tensors, draft.ignored)
     shards = _shards(draft, options)
     head = tuple(_steps(draft, selection.value_head))
-    side_files = (*selection.side_files, *sharding.index_files(shards))
+    side_files = (*selection.side_files, *index_files(shards))
     return Plan(
         shards=(*shards, Shard(filename=VALUE_HEAD, steps=head)) if head else shards,
         side_files=side_files,
@@ -313,8 +321,8 @@ def _shards(draft: Reassembly, options: StateOptions) -> tuple[Shard, ...]:
     if draft.target is What.ADAPTER:
         return (Shard(filename=ADAPTER_WEIGHTS, steps=steps),)
     given = options.max_shard_size
-    most = sharding.DEFAULT_MAX_SHARD_BYTES if given is None else number_of_bytes(given)
-    return sharding.lay_out(steps, homes={}, max_shard_bytes=most)
+    most = DEFAULT_MAX_SHARD_BYTES if given is None else number_of_bytes(given)
+    return lay_out(steps, homes={}, max_shard_bytes=most)
 
 
 def _inputs(

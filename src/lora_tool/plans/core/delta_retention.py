@@ -56,12 +56,16 @@ class DeltaRetention(Struct, frozen=True, kw_only=True):
 
 def summary(survived: Mapping[str, DeltaRetention]) -> dict[str, Any] | None:
     """Return the manifest's entry for all tensors together, with the names of the weakest; None without any."""
-    changed = {name: each for name, each in survived.items() if each.meant}
+    changed: list[tuple[float, str]] = []
+    total = DeltaRetention()
+    for name, each in sorted(survived.items()):
+        if each.meant:
+            total += each
+            changed.append((each.cosine or 0.0, name))
     if not changed:
         return None
-    total = sum((changed[name] for name in sorted(changed)), DeltaRetention())
-    weakest = sorted(changed, key=lambda name: (changed[name].cosine or 0.0, name))[:_WEAKEST]
-    return {**total.as_json(), "weakest": {name: changed[name].as_json() for name in weakest}}
+    weakest = {name: survived[name].as_json() for _, name in sorted(changed)[:_WEAKEST]}
+    return {**total.as_json(), "weakest": weakest}
 
 
 def advice(found: Mapping[str, Any] | None, plan: Plan) -> str | None:

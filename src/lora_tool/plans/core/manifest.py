@@ -59,7 +59,10 @@ def describe_input(source: Source, weights: Weights, fingerprint: str) -> dict[s
 
 def adapters_in(adapters: Iterable[tuple[AdapterDir, str]]) -> list[str]:
     """Return the fingerprints of adapters, given with each, and of all that they were computed from, each once."""
-    return [*dict.fromkeys(each for adapter, own in adapters for each in (own, *computed_from(adapter)))]
+    found: list[str] = []
+    for adapter, own in adapters:
+        found += (own, *computed_from(adapter))
+    return [*dict.fromkeys(found)]
 
 
 def input_name(number: int) -> str:
@@ -69,14 +72,20 @@ def input_name(number: int) -> str:
 
 def _versions(packages: Iterable[str]) -> dict[str, str]:
     """Return our version, and those of the packages that did the arithmetic: they are loaded."""
-    loaded = {package: sys.modules[package] for package in packages if package in sys.modules}
-    return {"lora-tool": __version__, **{name: str(module.__version__) for name, module in loaded.items()}}
+    found = {"lora-tool": __version__}
+    for package in packages:
+        if package in sys.modules:
+            found[package] = str(sys.modules[package].__version__)
+    return found
 
 
 def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
     """Return file name → hash; with the input's name before it where several inputs have files of one name."""
-    names = {path: plan.input_names.get(path.parent) for path in hashes}
-    return {f"{names[path]}/{path.name}" if names[path] else path.name: digest for path, digest in hashes.items()}
+    found = {}
+    for path, digest in hashes.items():
+        name = plan.input_names.get(path.parent)
+        found[f"{name}/{path.name}" if name else path.name] = digest
+    return found
 
 
 def _named(reason: str, plan: Plan) -> str:
@@ -125,20 +134,19 @@ def _values(file: SideFile) -> dict[str, Any]:
 
 def _of_tensors(plan: Plan, survived: Mapping[str, DeltaRetention]) -> dict[str, Any]:
     """Return the manifest's entries for every tensor and file."""
+    ledger = []
+    for shard in plan.shards:
+        for step in shard.steps:
+            entry = {**step_json(step, plan.input_names), "shard": shard.filename}
+            if step.out.name in survived:
+                entry["fidelity"] = survived[step.out.name].as_json()
+            ledger.append(entry)
     return {
         "counts": plan.counts(),
         "side_files": [
             {"name": file.filename, "reason": _named(file.reason, plan), **_values(file)} for file in plan.side_files
         ],
-        "ledger": [
-            {
-                **step_json(step, plan.input_names),
-                "shard": shard.filename,
-                **({"fidelity": survived[step.out.name].as_json()} if step.out.name in survived else {}),
-            }
-            for shard in plan.shards
-            for step in shard.steps
-        ],
+        "ledger": ledger,
         "leftovers": [
             {"file": item.path.name, "name": item.name, "fate": item.action.value, "reason": item.reason}
             for item in plan.leftovers

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import abstractmethod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from msgspec.structs import replace
@@ -129,11 +130,15 @@ class LoraDelta(_RowOperation, frozen=True, kw_only=True):
     @property
     def inputs(self) -> tuple[StoredTensor, ...]:
         """The source, and both factors of each term: named here, because a large plan asks 50,000 times."""
-        return (self.source, *(factor for term in self.terms for factor in (term.a, term.b)))
+        found = [self.source]
+        for term in self.terms:
+            found += (term.a, term.b)
+        return tuple(found)
 
     @property
     def sums(self) -> Sums:
-        return Sums(deltas=len(self.terms), products=sum(term.rank for term in self.terms), rounded=self.rounded)
+        products = sum(map(attrgetter("rank"), self.terms))
+        return Sums(deltas=len(self.terms), products=products, rounded=self.rounded)
 
     @property
     def needs_all_rows(self) -> bool:
@@ -145,7 +150,7 @@ class LoraDelta(_RowOperation, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         first = f", after the change of the base that {self.init} makes" if self.init else ""
-        return " + ".join(f"LoRA {term}" for term in self.terms) + first
+        return " + ".join(map("LoRA {}".format, self.terms)) + first
 
     def cut(self, start: int, rows: int) -> tuple[RowOp, ...]:
         if len(self.source.shape) < _STACK:

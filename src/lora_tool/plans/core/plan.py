@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def steps(self) -> Iterator[Step]:
         """All steps, shard by shard."""
-        return (step for shard in self.shards for step in shard.steps)
+        return chain.from_iterable(map(attrgetter("steps"), self.shards))
 
     @property
     def folders(self) -> frozenset[Path]:
@@ -77,7 +79,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def data_bytes(self) -> int:
         """Bytes of all output tensors: the index's `total_size`."""
-        return sum(shard.data_bytes for shard in self.shards)
+        return sum(map(attrgetter("data_bytes"), self.shards))
 
     @property
     def only_copies(self) -> bool:
@@ -101,8 +103,12 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     def counts(self) -> dict[str, int]:
         """Return how many tensors each action has: of the output first, then of the inputs."""
-        of_output = [step.action.value for step in self.steps]
-        return dict(Counter(of_output + [item.action.value for item in self.leftovers]))
+        counts = Counter[str]()
+        for step in self.steps:
+            counts[step.action.value] += 1
+        for item in self.leftovers:
+            counts[item.action.value] += 1
+        return dict(counts)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

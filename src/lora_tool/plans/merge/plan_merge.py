@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lora_tool.adapters.weighted import all_weighted
 from lora_tool.checkpoints import AdapterDir, ModelDir
@@ -23,12 +23,11 @@ from lora_tool.plans.merge.judged import judge_of, judged_in_memory
 from lora_tool.plans.merge.model.reading import read_model
 from lora_tool.plans.merge.options import PlanOptions
 from lora_tool.plans.merge.passes.base_as import rounded_base
-from lora_tool.plans.merge.passes.deltas import require_same_everywhere, with_deltas
-from lora_tool.plans.merge.passes.ends import with_ends
+from lora_tool.plans.merge.passes.deltas import on_layers, require_same_everywhere, with_deltas
+from lora_tool.plans.merge.passes.ends import require_own_ends, with_ends, with_untied
 from lora_tool.plans.merge.passes.head import with_head
-from lora_tool.plans.merge.passes.seldom import on_disk, on_layers, require_own_ends, with_untied
 from lora_tool.plans.merge.passes.side_files import in_files, with_side_files
-from lora_tool.plans.merge.passes.steps import accounted_for, with_steps
+from lora_tool.plans.merge.passes.steps import accounted_for, on_disk, with_steps
 from lora_tool.plans.merge.passes.store import dequantised_base, stored_again
 from lora_tool.plans.merge.passes.text_only import text_model
 
@@ -85,13 +84,19 @@ def inputs_of(base: ModelDir, adapters: Sequence[AdapterDir], weights: Sequence[
 def plan_of(draft: Draft, findings: tuple[Finding, ...]) -> Plan:
     """Return the plan; `findings` are those of the rules about its inputs."""
     base = draft.inputs.stored
-    adapters = {input_name(number): part.adapter for number, part in enumerate(draft.adapted, start=1)}
-    read: dict[str, AdapterDir | ModelDir] = {"base": base, **adapters}
-    fingerprints = {name: fingerprint(each.weights) for name, each in read.items()}
-    weights = {
-        name: {"weight": part.weight} for name, part in zip(adapters, draft.adapted, strict=True) if part.weight != 1
-    }
-    merged = [(each, fingerprints[name]) for name, each in adapters.items()]
+    read: dict[str, AdapterDir | ModelDir] = {"base": base}
+    weights, merged, hashed = {}, [], []
+    for number, part in enumerate(draft.adapted, start=1):
+        read[input_name(number)] = part.adapter
+        hashed += [file.path for file in part.adapter.weights.files]
+        if part.weight != 1:
+            weights[input_name(number)] = {"weight": part.weight}
+    inputs = {}
+    for name, each in read.items():
+        found = fingerprint(each.weights)
+        inputs[name] = describe_input(source_of(each.root), each.weights, found) | weights.get(name, {})
+        if isinstance(each, AdapterDir):
+            merged.append((each, found))
     earlier = base.manifest.merged_adapters if base.manifest else ()
     return Plan(
         shards=draft.shards,
@@ -110,7 +115,7 @@ def plan_of(draft: Draft, findings: tuple[Finding, ...]) -> Plan:
         ),
         # the tensors of one adapter need no telling apart
         input_names={each.root: name for name, each in read.items()} if read.keys() - {"base", "adapter"} else {},
-        hashed=tuple(file.path for each in adapters.values() for file in each.weights.files),
+        hashed=tuple(hashed),
         manifest={
             "operation": "merge",
             "task": (Task.SEQ_CLS if draft.model.task in CLASSIFIERS else draft.model.task).value,
@@ -118,10 +123,7 @@ def plan_of(draft: Draft, findings: tuple[Finding, ...]) -> Plan:
             "dtype": draft.dtype.value if draft.dtype else "as in the base",
             **draft.recorded,
             "merged_adapters": [*earlier, *([] if draft.recorded.get("head_alone") else adapters_in(merged))],
-            "inputs": {
-                name: describe_input(source_of(each.root), each.weights, fingerprints[name]) | weights.get(name, {})
-                for name, each in read.items()
-            },
+            "inputs": inputs,
         },
     )
 
@@ -173,7 +175,11 @@ def _weight_note(draft: Draft) -> Iterator[str]:
 
 
 def _stamps(draft: Draft, read: Iterable[AdapterDir | ModelDir]) -> tuple[FileStamp, ...]:
-    weights = (draft.base.weights, *(part.adapter.weights for part in draft.adapted), *(each.weights for each in read))
-    stamps: Mapping[str, FileStamp] = {str(stamp.path): stamp for each in weights for stamp in each.stamps}
-    extra = {str(file.source): FileStamp.of(file.source) for file in draft.side_files if file.source is not None}
-    return tuple({**stamps, **extra}.values())
+    found: dict[str, FileStamp] = {}
+    for each in (draft.base, *(part.adapter for part in draft.adapted), *read):
+        for stamp in each.weights.stamps:
+            found[str(stamp.path)] = stamp
+    for file in draft.side_files:
+        if file.source is not None:
+            found[str(file.source)] = FileStamp.of(file.source)
+    return tuple(found.values())

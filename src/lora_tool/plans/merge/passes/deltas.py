@@ -75,13 +75,26 @@ def with_deltas(draft: Draft, options: Deltas) -> Draft:
     return replace(draft, adapted=adapted, modules=together, precision=precision)
 
 
+def on_layers(draft: Draft, _: Options) -> Draft:
+    """Return the draft with the modules that are layers in memory, and with the ΔW of parts of fused parameters."""
+    conversion = draft.model.conversion
+    if conversion is None:
+        return draft
+    from lora_tool.plans.merge.fused.parts import parts_of_fused
+
+    modules, per_expert = parts_of_fused(draft.model, conversion, draft.modules, draft.precision)
+    return replace(draft, modules=modules, per_expert=per_expert)
+
+
 def require_same_everywhere(draft: Draft, _: Deltas) -> Draft:
     """Return the draft.
 
     Raises `UnsupportedAdapter` where torch would compute bytes that must not depend on the machine.
     """
+    if draft.precision is not Precision.FLOAT64:
+        return draft
     inits = [step.op.taken_out for step in draft.steps if step.op.taken_out]
-    if inits and draft.precision is Precision.FLOAT64:
+    if inits:
         raise UnsupportedAdapter(
             f"`init_lora_weights` {inits[0]} is recomputed with torch, whose bits depend on the machine, "
             'but `precision="float64"` promises the same bytes on every machine',

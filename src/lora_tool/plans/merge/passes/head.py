@@ -87,15 +87,14 @@ def _find_head(model: Model, modules: AdapterModules) -> Head:
         "the adapter, which carries it under its LoRA": modules.frozen_base,
         "the base": model.base.tensors,
     }
-    found = (
-        (source, name, place[name])
-        for source, place in places.items()
-        for name in last_weights(arch.head)
-        if name in place
-    )
-    source, name, weight = next(found, (None, None, None))
-    if name is None or weight is None:
+    found = None
+    for source, place in places.items():
+        for name in last_weights(arch.head):
+            if name in place and found is None:
+                found = source, name, place[name]
+    if found is None:
         raise AssertionError("the rules let no classifier without its head pass")
+    source, name, weight = found
     decided(f"head: `{name}` of {source}, {counted(weight.shape[0], 'row')}")
     return Head(module=arch.head, name=name, weight=weight, num_labels=weight.shape[0])
 

@@ -14,6 +14,7 @@ from lora_tool.core.options import Options, option
 from lora_tool.models.ends import LANGUAGE_MODELS
 from lora_tool.plans.base.module_files import module_files
 from lora_tool.plans.base.side_files import (
+    SAME_GENERATION,
     Generation,
     another_dtype,
     classifier_changes,
@@ -33,8 +34,8 @@ from lora_tool.plans.base.side_files import (
     vocabulary_changes,
 )
 from lora_tool.plans.base.task import Task
-from lora_tool.plans.core import sharding
 from lora_tool.plans.core.options import SHARD_SIZE
+from lora_tool.plans.core.steps import base_files, index_files, lay_out
 from lora_tool.plans.merge.draft import Draft
 
 
@@ -50,9 +51,9 @@ class Shards(Options):
 def in_files(draft: Draft, options: Shards) -> Draft:
     """Return the draft with its steps in files of at most `max_shard_size`, else in those of the base, and their index."""
     size = None if options.max_shard_size is None else number_of_bytes(options.max_shard_size)
-    homes = sharding.base_files(draft.steps, draft.inputs.stored.tensors)
-    shards = sharding.lay_out(draft.steps, homes=homes, max_shard_bytes=size, metadata=draft.metadata)
-    return replace(draft, shards=shards, side_files=(*draft.side_files, *sharding.index_files(shards)))
+    homes = base_files(draft.steps, draft.inputs.stored.tensors)
+    shards = lay_out(draft.steps, homes=homes, max_shard_bytes=size, metadata=draft.metadata)
+    return replace(draft, shards=shards, side_files=(*draft.side_files, *index_files(shards)))
 
 
 _NO_PAD = (
@@ -64,7 +65,7 @@ _NO_PAD = (
 def with_side_files(draft: Draft, _: Options) -> Draft:
     """Return the draft with config, tokenizer, licences and what else goes with the weights."""
     adapters = [part.adapter for part in draft.adapted]
-    generation = generation_of(adapters, draft.base) if _generates(draft) else Generation()
+    generation = generation_of(adapters, draft.base) if _generates(draft) else SAME_GENERATION
     pad_id = None if draft.head is None else _pad_id(adapters, draft.base)
     modules = module_files(owners(adapters, draft.base), draft.model.task)
     files = (
@@ -78,7 +79,7 @@ def with_side_files(draft: Draft, _: Options) -> Draft:
         *([] if draft.dtype else another_dtype(draft.base)),
         *([_NO_PAD] if draft.head is not None and pad_id is None else []),
         *not_merged_beside(adapters),
-        *other_tokenizers(adapters),
+        *(other_tokenizers(adapters) if len(adapters) > 1 else ()),
         *modules.warnings,
         *code_named(files),
     )

@@ -43,6 +43,16 @@ def with_steps(draft: Draft, options: OutputType) -> Draft:
     )
 
 
+def on_disk(draft: Draft, _: Options) -> Draft:
+    """Return the draft with steps on the tensors that `save_pretrained` writes."""
+    conversion = draft.model.conversion
+    if conversion is None:
+        return draft
+    from lora_tool.plans.merge.fused.parts import steps_on_disk
+
+    return replace(draft, steps=steps_on_disk(draft.model, conversion, draft.steps, draft.per_expert))
+
+
 def base_steps(draft: Draft) -> Iterator[Step]:
     """Yield a step for every tensor of the base that the output keeps, in the base's order."""
     for tensor in draft.base.tensors.values():
@@ -172,8 +182,10 @@ def lora_step(draft: Draft, source: StoredTensor, name: str, module: str) -> Ste
 
 def recomputed_init(draft: Draft, module: str) -> str | None:
     """Return the init of the module's LoRA if it changed the base weight in a way that a merge computes again."""
-    inits = (part.config.init_lora_weights for part in draft.adapted if module in part.modules.lora)
-    return next((init for init in inits if init in INITS_RECOMPUTED), None)
+    for part in draft.adapted:
+        if module in part.modules.lora and part.config.init_lora_weights in INITS_RECOMPUTED:
+            return part.config.init_lora_weights
+    return None
 
 
 def _parameter_step(draft: Draft, tensor: StoredTensor) -> Step:
@@ -297,13 +309,12 @@ def _destination(key: AdapterKey) -> str:
 def accounted_for(draft: Draft, _: Options) -> Draft:
     """Return the draft with what became of every tensor of the adapters. Raises where one is in no step, and why unknown."""
     leftovers = (*draft.leftovers, *adapter_leftovers(draft))
-    whole = {id(tensor) for step in draft.steps for tensor in step.op.inputs}
-    left = [
-        (name, part)
-        for part in draft.adapted
-        for name, tensor in part.adapter.tensors.items()
-        if id(tensor) not in whole
-    ]
+    whole: set[int] = set()
+    for step in draft.steps:
+        whole.update(map(id, step.op.inputs))
+    left = []
+    for part in draft.adapted:
+        left += [(name, part) for name, tensor in part.adapter.tensors.items() if id(tensor) not in whole]
     if left:  # only rows of these are in a step, or nothing
         used = {(tensor.path, tensor.name) for step in draft.steps for tensor in step.op.inputs}
         accounted = used | {(item.path, item.name) for item in leftovers if item.action is TensorAction.DROPPED}
