@@ -20,7 +20,7 @@ CONTROL_GROUP = Path("/sys/fs/cgroup")
 def available_cores() -> int:
     """Return how many cores this process may use, at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([cores, *(math.ceil(share) for share in _quotas())]))
+    return max(1, min([cores, *map(math.ceil, _quotas())]))
 
 
 def factor_workers() -> int:
@@ -47,7 +47,8 @@ def _quotas() -> Iterator[float]:
         yield int(quota) / max(1, int(period))
     with contextlib.suppress(OSError, ValueError):
         first = CONTROL_GROUP / "cpu"  # of the first version of control groups
-        quota, period = ((first / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period"))
+        quota = (first / "cpu.cfs_quota_us").read_text(encoding="ascii")
+        period = (first / "cpu.cfs_period_us").read_text(encoding="ascii")
         if int(quota) > 0:
             yield int(quota) / max(1, int(period))
 

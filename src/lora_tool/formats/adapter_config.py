@@ -172,7 +172,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, dict=True):
 
     def rank(self, module: str) -> int:
         """Return the rank that the config gives the module: the first `rank_pattern` that matches, else `r`."""
-        pattern = self._ranks.first(module)
+        pattern = self._ranks.first(module) if self.rank_pattern else None
         return self.r if pattern is None else int(self.rank_pattern[pattern])
 
     def alpha(self, module: str) -> float:
@@ -182,7 +182,7 @@ class AdapterConfig(Struct, frozen=True, kw_only=True, dict=True):
 
     def alpha_key(self, module: str) -> str | None:
         """Return the entry of `alpha_pattern` that gives the module its alpha, None where `lora_alpha` does."""
-        return self._alphas.first(module)
+        return self._alphas.first(module) if self.alpha_pattern else None
 
     def scaling(self, module: str) -> float:
         """Return the factor of ΔW = B·A: alpha/r, or alpha/√r with rsLoRA (https://arxiv.org/abs/2312.03732)."""

@@ -89,7 +89,7 @@ def fingerprint(weights: Weights) -> str:
     tensors = sorted(weights.tensors.values(), key=attrgetter("spec.name"))
     forms: dict[tuple[DType, tuple[int, ...]], str] = {}
     lines = []
-    for spec in (tensor.spec for tensor in tensors):
+    for spec in map(attrgetter("spec"), tensors):
         form = spec.dtype, spec.shape
         lines.append(f"{spec.name}{forms.get(form) or forms.setdefault(form, _line_end(*form))}")
     digest = hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass"))

@@ -29,6 +29,8 @@ _NO_TORCH_NAMES = {
 }
 """Dtype names that torch lacks → torch's: transformers looks the name up in torch, and cannot read such a config."""
 
+_BY_NAME = {name: dtype for dtype, name in FLOAT_NAMES.items()}
+
 DTYPES = frozenset(
     """
     bfloat16 bool cdouble cfloat chalf complex128 complex32 complex64 double float float16 float32 float64 float8_e4m3fn
@@ -95,8 +97,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     def dtype(self) -> DType | None:
         """The type of the weights that it names, None where it names none that we know."""
         named = self.raw.get("dtype", self.raw.get("torch_dtype"))
-        by_name = {name: dtype for dtype, name in FLOAT_NAMES.items()}
-        return by_name.get(named.removeprefix("torch.")) if isinstance(named, str) else None
+        return _BY_NAME.get(named.removeprefix("torch.")) if isinstance(named, str) else None
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -165,10 +166,11 @@ def _pad_token_id(fields: Fields, text: Fields) -> int | None:
 
 def _layers(text: Fields) -> int | None:
     # GPT-2 and its like write n_layer, Bloom writes n_layer too; MPT n_layers
-    names = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    # LXMERT has a number for each of its stacks
-    said = (name for name in names if name in text.table and not isinstance(text.table[name], dict))
-    return next((text.optional_integer(name) for name in said), None)
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        # LXMERT has a number for each of its stacks
+        if name in text.table and not isinstance(text.table[name], dict):
+            return text.optional_integer(name)
+    return None
 
 
 def _quantization(fields: Fields) -> str | None:

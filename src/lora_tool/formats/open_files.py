@@ -99,8 +99,10 @@ class OpenFiles:
 
     def _make_room(self) -> None:
         """Close the files that were read longest ago, as far as nobody reads from them."""
+        if len(self._held) < self._limit:
+            return
         idle = [path for path, held in self._held.items() if not held.readers]
-        for path in idle[: max(0, len(self._held) + 1 - self._limit)]:
+        for path in idle[: len(self._held) + 1 - self._limit]:
             os.close(self._held.pop(path).descriptor)
 
     def held(self) -> dict[Path, int]:

@@ -81,15 +81,14 @@ def fill(
     filled = 0
     for span in tensor.part(start, len(buffer)):
         part = buffer[filled : filled + span.nbytes]
-        match span:
-            case TransposedSpan():
-                part[:] = _read_transposed(span, read).data
-            case TiledSpan():
-                _read_tiles(span, part, read)
-            case QuantisedSpan():
-                _read_quantised(span, part, read, decode)
-            case _:
-                read(span.path, span.offset, part)
+        if type(span) is Span:  # nearly always
+            read(span.path, span.offset, part)
+        elif isinstance(span, TransposedSpan):
+            part[:] = _read_transposed(span, read).data
+        elif isinstance(span, TiledSpan):
+            _read_tiles(span, part, read)
+        elif isinstance(span, QuantisedSpan):
+            _read_quantised(span, part, read, decode)
         filled += span.nbytes
 
 

@@ -97,8 +97,8 @@ class Tokenizer(Struct, frozen=True, kw_only=True, eq=False, dict=True):
     @cached_property
     def added(self) -> dict[str, int]:
         """The added tokens, such as special ones, which the files list apart from the vocabulary, with their ids."""
-        listed = {name: held for name, held in self.tables.get(ADDED, {}).items() if type(held) is int}
-        return listed | {text: number for text, number, _ in self._entries}
+        found = {name: held for name, held in self.tables.get(ADDED, {}).items() if type(held) is int}
+        return found | {text: number for text, number, _ in self._entries}
 
     @cached_property
     def control(self) -> dict[str, int]:
@@ -111,15 +111,16 @@ class Tokenizer(Struct, frozen=True, kw_only=True, eq=False, dict=True):
         fast = _listed_first(self.paths[FAST]) if FAST in self.paths else None
         decoder = self.tables.get(CONFIG, {}).get("added_tokens_decoder")
         decoded = decoder.items() if isinstance(decoder, dict) else ()
-        entries = [
-            (entry.get("id"), entry) for entry in (fast if isinstance(fast, list) else ()) if type(entry) is dict
-        ]
-        entries += [(int(key), entry) for key, entry in decoded if key.isdecimal() and len(key) <= _DIGITS]
-        return tuple(
-            (text, number, isinstance(entry, dict) and entry.get("special") is False)
-            for number, entry in entries
-            if (text := _content(entry)) and type(number) is int
-        )
+        listed = [(entry.get("id"), entry) for entry in (fast if isinstance(fast, list) else ()) if type(entry) is dict]
+        for key, entry in decoded:
+            if key.isdecimal() and len(key) <= _DIGITS:
+                listed.append((int(key), entry))
+        entries = []
+        for number, entry in listed:
+            text = _content(entry)
+            if text and type(number) is int:
+                entries.append((text, number, isinstance(entry, dict) and entry.get("special") is False))
+        return tuple(entries)
 
     @property
     def chat_template(self) -> str | None:
@@ -175,8 +176,9 @@ def tokens_in_use(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Spe
     tokenizer = read_tokenizer(folder, names)
     source = next((name for name in (FAST, CONFIG) if name in tokenizer.paths), ADDED)
     for role in ("pad_token", "eos_token"):
-        named = (_content(tokenizer.tables.get(table, {}).get(role)) for table in (CONFIG, SPECIAL_MAP))
-        token = next(filter(None, named), None)
+        token = None
+        for table in (CONFIG, SPECIAL_MAP):
+            token = token or _content(tokenizer.tables.get(table, {}).get(role))
         if token is not None and token in tokenizer.added:
             yield role, SpecialToken(token=token, id=tokenizer.added[token], path=folder / source)
     template = tokenizer.chat_template or ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Weights(Struct, frozen=True, kw_only=True):
 
     @property
     def stamps(self) -> tuple[FileStamp, ...]:
-        return tuple(file.stamp for file in self.files)
+        return tuple(map(attrgetter("stamp"), self.files))
 
     @property
     def nbytes(self) -> int:
@@ -117,9 +118,12 @@ def _bytes_held(file: WeightsFile) -> int:
     return sum(nbytes for _, nbytes in spans)
 
 
+_NOT_IN_A_NAME = frozenset("/\\\0:")
+
+
 def is_bare(name: str) -> bool:
     """Whether `name` is a file name and nothing else: no folder, no drive, no NUL, not `.` or `..`."""
-    return bool(name) and name not in (".", "..") and not any(c in name for c in "/\\\0:")
+    return bool(name) and name not in (".", "..") and _NOT_IN_A_NAME.isdisjoint(name)
 
 
 def _read_index(index: Path) -> tuple[dict[str, str], object]:

@@ -56,6 +56,8 @@ class DeltaRetention(Struct, frozen=True, kw_only=True):
 
 def summary(survived: Mapping[str, DeltaRetention]) -> dict[str, Any] | None:
     """Return the manifest's entry for all tensors together, with the names of the weakest; None without any."""
+    if not survived:
+        return None
     changed: list[tuple[float, str]] = []
     total = DeltaRetention()
     for name, each in sorted(survived.items()):

@@ -24,12 +24,13 @@ from lora_tool.plans.merge.model.reading import read_model
 from lora_tool.plans.merge.options import PlanOptions
 from lora_tool.plans.merge.passes.base_as import rounded_base
 from lora_tool.plans.merge.passes.deltas import on_layers, require_same_everywhere, with_deltas
-from lora_tool.plans.merge.passes.ends import require_own_ends, with_ends, with_untied
+from lora_tool.plans.merge.passes.ends import with_ends
 from lora_tool.plans.merge.passes.head import with_head
 from lora_tool.plans.merge.passes.side_files import in_files, with_side_files
 from lora_tool.plans.merge.passes.steps import accounted_for, on_disk, with_steps
 from lora_tool.plans.merge.passes.store import dequantised_base, stored_again
 from lora_tool.plans.merge.passes.text_only import text_model
+from lora_tool.plans.merge.passes.untied import require_own_ends, with_untied
 
 ON_INPUTS: tuple[Callable[[MergeInputs, PlanOptions], MergeInputs], ...] = (
     require_exact,

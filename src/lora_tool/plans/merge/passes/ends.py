@@ -238,22 +238,3 @@ def with_vocabulary(base: ModelDir, vocabulary: Vocabulary, dropped: Collection[
         spec = replace(tensors[name].spec, shape=(vocabulary.size, *tensors[name].shape[1:]))
         tensors[name] = StoredTensor(spec=spec, spans=tuple(tensors[name].part(0, spec.nbytes)))
     return replace(base, weights=replace(base.weights, tensors=tensors))
-
-
-def require_own_ends(draft: Draft, _: Options) -> Draft:
-    """Return the draft. Raises `UnsupportedAdapter` for LoRA on one end of embeddings that stay tied."""
-    if draft.ends.tied is None and draft.model.facts is None:
-        return draft
-    from lora_tool.plans.merge.untying import require_no_lora_on_tied_ends
-
-    require_no_lora_on_tied_ends(draft)
-    return draft
-
-
-def with_untied(draft: Draft, _: Options) -> Draft:
-    """Return the draft with the tensors that a formerly tied base did not have."""
-    if draft.ends.tied is None or not draft.ends.untied:
-        return draft
-    from lora_tool.plans.merge.untying import untying_steps
-
-    return replace(draft, steps=(*draft.steps, *untying_steps(draft)))
