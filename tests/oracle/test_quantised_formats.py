@@ -17,9 +17,9 @@ from lora_tool.formats.quantised.encodings import dequantised
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.formats.stored import read_part
 from lora_tool.native.library import VARIABLE
+from lora_tool.plans.core.operation import LoraTerm
 from lora_tool.plans.core.ops import DoraDelta, LoraDelta, Precision
 from lora_tool.plans.core.steps import Shard, Step
-from lora_tool.plans.core.terms import LoraTerm
 from tests.quantised_samples import KEPT
 from tests.unit.test_quantised_weights import NAMES, encoding_in
 

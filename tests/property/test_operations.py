@@ -22,6 +22,7 @@ from lora_tool.execution.engine import execute
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.weights import read_single
 from lora_tool.plans.core.factor_ops import Beside, Columns, Mix, SmallMatrix
+from lora_tool.plans.core.operation import BiasTerm, LoraTerm
 from lora_tool.plans.core.ops import (
     Assemble,
     BiasDelta,
@@ -36,7 +37,6 @@ from lora_tool.plans.core.ops import (
 )
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import Step, lay_out
-from lora_tool.plans.core.terms import BiasTerm, LoraTerm
 from lora_tool.rules.merged.evidence import Verdict
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.initial import taken

@@ -15,8 +15,8 @@ from lora_tool.execution.reading import Sources
 from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.native.library import VARIABLE
+from lora_tool.plans.core.operation import LoraTerm
 from lora_tool.plans.core.ops import LoraDelta, Precision
-from lora_tool.plans.core.terms import LoraTerm
 
 
 @pytest.mark.parametrize("kernel", ["auto", "off"])

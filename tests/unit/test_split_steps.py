@@ -9,9 +9,9 @@ import pytest
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.tensors import DType, Span, StoredTensor, TensorAction, TensorSpec, contiguous
 from lora_tool.models.mapping.model import RowMapping, RowSlice
+from lora_tool.plans.core.operation import LoraTerm
 from lora_tool.plans.core.ops import Assemble, Copy, LoraDelta, ReplaceRows
 from lora_tool.plans.core.steps import Step
-from lora_tool.plans.core.terms import LoraTerm
 from lora_tool.plans.merge.fused.split_steps import cut, disk_steps
 
 FILE = Path("model.safetensors")

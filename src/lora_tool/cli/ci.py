@@ -13,8 +13,18 @@ import click
 
 from lora_tool.cli.ci_view import code_of, report_lines, report_of, set_github_output, stage_line, write_reports
 from lora_tool.cli.configuration import Configured, RuleChoice, configured, rule_choice
-from lora_tool.cli.declared import options_of, reward_option, typed_as, typed_task
-from lora_tool.cli.options import UserPath, config_option, json_option, quiet_option, report_option, verbose_option
+from lora_tool.cli.options import (
+    UserPath,
+    config_option,
+    json_option,
+    options_of,
+    quiet_option,
+    report_option,
+    reward_option,
+    typed_as,
+    typed_task,
+    verbose_option,
+)
 from lora_tool.cli.push import pushed_to, repository
 from lora_tool.cli.reporting import ReportFile, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say

@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.declared import options_of, typed_as
-from lora_tool.cli.options import FolderOrId, Timed
+from lora_tool.cli.options import FolderOrId, Timed, options_of, typed_as
 from lora_tool.cli.writing import caller, run_options
 from lora_tool.workflows.combine import CombineOptions, combine
 

@@ -10,8 +10,7 @@ from typing import Any
 import click
 from msgspec.structs import asdict
 
-from lora_tool.cli.declared import options_of, typed_as
-from lora_tool.cli.options import FolderOrId, json_option, plot_option, say_drawn
+from lora_tool.cli.options import FolderOrId, json_option, options_of, plot_option, say_drawn, typed_as
 from lora_tool.core.display import json_data, json_text
 from lora_tool.workflows.inspect import InspectEachOptions, inspect_each
 from lora_tool.workflows.inspection.model import Inspection

@@ -7,9 +7,8 @@ from typing import Any
 import click
 
 from lora_tool.cli.configuration import Configured, configured, rule_choice
-from lora_tool.cli.declared import options_of, reward_option, typed_as, typed_task
 from lora_tool.cli.exit_codes import DONE
-from lora_tool.cli.options import FolderOrId, config_option
+from lora_tool.cli.options import FolderOrId, config_option, options_of, reward_option, typed_as, typed_task
 from lora_tool.cli.writing import caller, part_option, run_options
 from lora_tool.plans.merge.options import MergeArguments
 

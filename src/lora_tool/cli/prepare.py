@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.declared import Parsed, options_of, typed_as
-from lora_tool.cli.options import FolderOrId, Timed
+from lora_tool.cli.options import FolderOrId, Parsed, Timed, options_of, typed_as
 from lora_tool.cli.writing import caller, run_options
 from lora_tool.rules.serving.named import SERVER_NAMES, server_named
 from lora_tool.workflows.prepare import PrepareOptions, prepare

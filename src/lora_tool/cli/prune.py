@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from lora_tool.cli.declared import options_of, typed_as
-from lora_tool.cli.options import UserPath, json_option
+from lora_tool.cli.options import UserPath, json_option, options_of, typed_as
 from lora_tool.cli.terminal import print_json
 from lora_tool.core.display import printable
 from lora_tool.workflows.prune import PruneOptions, prune

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from lora_tool.cli.configuration import Configured, configured, rule_choice
-from lora_tool.cli.declared import options_of, typed_as
 from lora_tool.cli.exit_codes import INTERRUPTED
-from lora_tool.cli.options import UserPath, config_option, json_option, quiet_option
+from lora_tool.cli.options import UserPath, config_option, json_option, options_of, quiet_option, typed_as
 from lora_tool.cli.terminal import progress_bar, warn
 from lora_tool.core.hub_names import FORMS, hub_name, require_ref_name
 from lora_tool.workflows.caller import Caller

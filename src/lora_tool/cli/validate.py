@@ -11,7 +11,6 @@ from click.core import ParameterSource
 from msgspec.structs import replace
 
 from lora_tool.cli.configuration import Configuration, configuration, rule_choice
-from lora_tool.cli.declared import options_of, typed_as
 from lora_tool.cli.exit_codes import DONE, FINDINGS, exit_code
 from lora_tool.cli.options import (
     FolderOrId,
@@ -19,8 +18,10 @@ from lora_tool.cli.options import (
     fail_on_option,
     format_option,
     json_option,
+    options_of,
     quiet_option,
     report_option,
+    typed_as,
     verbose_option,
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lora_tool.cli.configuration import Configured, configured, rule_choice
-from lora_tool.cli.declared import options_of, typed_as
 from lora_tool.cli.options import (
     UserPath,
     config_option,
     fail_on_option,
     format_option,
     json_option,
+    options_of,
     plot_option,
     quiet_option,
     report_option,
     say_drawn,
+    typed_as,
     verbose_option,
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text

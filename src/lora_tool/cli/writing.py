@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lora_tool.cli.declared import Parsed
-from lora_tool.cli.options import in_order, quiet_option, verbose_option
+from lora_tool.cli.options import Parsed, in_order, quiet_option, verbose_option
 from lora_tool.cli.terminal import progress_bar, say, show_findings, wants_colour, warn
 from lora_tool.core.display import counted, json_text, printable, size
 from lora_tool.core.share import share

@@ -21,6 +21,7 @@ from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import read_columns
 from lora_tool.native.library import COMPARABLE, any_kernel
 from lora_tool.plans.core.factor_ops import Beside, FactorOp, Mix
+from lora_tool.plans.core.operation import LoraTerm
 from lora_tool.plans.core.ops import (
     BiasDelta,
     Cast,
@@ -33,7 +34,6 @@ from lora_tool.plans.core.ops import (
     ReplaceRows,
     RowOp,
 )
-from lora_tool.plans.core.terms import LoraTerm
 from lora_tool.verification.elements import FLOATS, Array, Files, decode, some_rows
 from lora_tool.verification.initial import taken
 from lora_tool.verification.pieces import Rows, row_blocks, rows_and_columns, split

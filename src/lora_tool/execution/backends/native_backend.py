@@ -24,8 +24,8 @@ from lora_tool.native.library import TYPES, KernelLevel, kernel
 from lora_tool.native.rows import WRITE_BYTES, CodedRows, FileRows, PlainRows
 from lora_tool.native.structures import KernelTerm
 from lora_tool.plans.core.factor_ops import FactorOp
+from lora_tool.plans.core.operation import LoraTerm
 from lora_tool.plans.core.ops import Cast, Copy, Dequantise, DoraDelta, LoraDelta, LowRank, Precision, RowOp
-from lora_tool.plans.core.terms import LoraTerm
 
 if TYPE_CHECKING:
     from lora_tool.formats.quantised.arrays import F32

@@ -26,6 +26,7 @@ from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.open_files import Room
 from lora_tool.plans.core.delta_retention import DeltaRetention
 from lora_tool.plans.core.factor_ops import Beside, FactorOp, Mix
+from lora_tool.plans.core.operation import LoraTerm
 from lora_tool.plans.core.ops import (
     BiasDelta,
     Cast,
@@ -39,7 +40,6 @@ from lora_tool.plans.core.ops import (
     ReplaceRows,
     RowOp,
 )
-from lora_tool.plans.core.terms import LoraTerm
 
 if TYPE_CHECKING:
     from lora_tool.execution.backends.factors import NumpyFactors

@@ -23,6 +23,7 @@ from lora_tool.execution.units import ComputeUnit
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plans.core.delta_retention import DeltaRetention
 from lora_tool.plans.core.factor_ops import Beside, Columns, Mix
+from lora_tool.plans.core.operation import LoraTerm
 from lora_tool.plans.core.ops import (
     BiasDelta,
     Cast,
@@ -36,7 +37,6 @@ from lora_tool.plans.core.ops import (
     ReplaceRows,
     RowOp,
 )
-from lora_tool.plans.core.terms import LoraTerm
 
 try:
     import torch

@@ -19,7 +19,7 @@ from lora_tool.core.keys import Part, without_wrapped
 from lora_tool.core.tensors import StoredTensor, TensorTable
 from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
 from lora_tool.formats.stored import same_values
-from lora_tool.plans.core.terms import BiasTerm, LoraTerm
+from lora_tool.plans.core.operation import BiasTerm, LoraTerm
 
 if TYPE_CHECKING:
     from lora_tool.models.mapping.model import ModelFacts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 
 from lora_tool.core.records import AbstractRecord
 from lora_tool.core.tensors import StoredTensor
+from lora_tool.formats.adapter_config import ExpertLayout
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     Values: TypeAlias = NDArray[np.float64]
     ReadValues: TypeAlias = Callable[[StoredTensor], Values]
     """Gives a stored tensor's values."""
+
 
 InputNames = Mapping[Path, str]
 """Folder → its name in the manifest's `inputs`, where several adapters have tensors of the same name."""
@@ -113,3 +116,65 @@ def input_of(tensor: StoredTensor, input_names: InputNames) -> dict[str, str]:
     """Return the name of the input that a tensor is from, where the manifest has one for it."""
     name = input_names.get(tensor.path.parent) if input_names else None
     return {"input": name} if name else {}
+
+
+# The terms of a delta: each is one adapter's addition to a weight or a bias.
+
+
+class LoraTerm(Struct, frozen=True, kw_only=True):
+    """One adapter's share of a delta: `scaling` · B·A, with A of shape [r, in] and B of shape [out, r]."""
+
+    a: StoredTensor
+    b: StoredTensor
+    scaling: float
+    experts: int = 1
+    """How many experts' factors A and B hold: A [experts·r, in] one below the other, B [out, r·experts] by `layout`."""
+    expert: int = 0
+    layout: ExpertLayout = ExpertLayout.RANK_MAJOR
+    first: int = 0
+    """Which row of the delta, as W is stored, belongs to the first row of the operation's source."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of one expert's delta."""
+        return self.a.shape[0] // self.experts
+
+    def __str__(self) -> str:
+        return _told(self.rank, self.experts, self.scaling)
+
+    def describe(self, input_names: InputNames) -> dict[str, Any]:
+        """Return the term as JSON data."""
+        found = {"a": self.a.name, "b": self.b.name, "rank": self.rank, "scaling": self.scaling}
+        if self.experts > 1:
+            found |= {"experts": self.experts, "expert": self.expert, "layout": self.layout.value}
+        if self.first:
+            found["first"] = self.first
+        return {**found, **input_of(self.a, input_names)}
+
+    def reference(self, read: ReadValues, source: StoredTensor, *, transposed: bool) -> Values:
+        """Return the rows of scaling·(B·A), as W is stored, that belong to the rows of `source`."""
+        own = slice(self.expert * self.rank, (self.expert + 1) * self.rank)
+        spread = slice(self.expert, None, self.experts)
+        grouped = self.experts == 1 or self.layout is ExpertLayout.GROUPED_BY_EXPERT
+        delta = self.scaling * (read(self.b)[:, own if grouped else spread] @ read(self.a)[own])
+        return (delta.T if transposed else delta)[self.first : self.first + source.shape[0]]
+
+
+@lru_cache
+def _told(rank: int, experts: int, scaling: float) -> str:
+    """Return a term in words: those of one adapter are mostly the same, and there may be 50,000."""
+    return f"rank {rank}{f' on {experts} experts' if experts > 1 else ''}, scaling {scaling:g}"
+
+
+class BiasTerm(Struct, frozen=True, kw_only=True):
+    """One adapter's share of a bias: `scaling` · the bias of its lora_B."""
+
+    bias: StoredTensor
+    scaling: float
+
+    def __str__(self) -> str:
+        return f"scaling {self.scaling:g}"
+
+    def describe(self, input_names: InputNames) -> dict[str, Any]:
+        """Return the term as JSON data."""
+        return {"bias": self.bias.name, "scaling": self.scaling, **input_of(self.bias, input_names)}

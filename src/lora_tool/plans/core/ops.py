@@ -17,9 +17,8 @@ from lora_tool.core.choices import Choice
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.plans.core.factor_ops import FactorOp
-from lora_tool.plans.core.operation import InputNames, Operation, Sums, input_of, rows_of
+from lora_tool.plans.core.operation import BiasTerm, InputNames, LoraTerm, Operation, Sums, input_of, rows_of
 from lora_tool.plans.core.requantise import Requantise
-from lora_tool.plans.core.terms import BiasTerm, LoraTerm
 
 if TYPE_CHECKING:
     from lora_tool.plans.core.operation import ReadValues, Values

@@ -18,9 +18,9 @@ from lora_tool.models import Architecture, is_computed
 from lora_tool.models.ends import Vocabulary
 from lora_tool.plans.adapter.combine import Adapted, AdapterModules
 from lora_tool.plans.base.task import Task
+from lora_tool.plans.core.operation import LoraTerm
 from lora_tool.plans.core.ops import Precision
 from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step
-from lora_tool.plans.core.terms import LoraTerm
 
 if TYPE_CHECKING:
     from lora_tool.models.mapping.model import ModelFacts, NamesOnDisk

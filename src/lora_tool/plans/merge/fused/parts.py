@@ -15,9 +15,9 @@ from lora_tool.core.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.core.tensors import StoredTensor, TensorAction
 from lora_tool.models.mapping.model import ModelFacts, NamesOnDisk, RowMapping
 from lora_tool.plans.adapter.combine import AdapterModules
+from lora_tool.plans.core.operation import LoraTerm
 from lora_tool.plans.core.ops import Cast, Copy, Dequantise, LoraDelta, Precision
 from lora_tool.plans.core.steps import Step
-from lora_tool.plans.core.terms import LoraTerm
 from lora_tool.plans.merge.draft import Model, ParameterConversion
 from lora_tool.plans.merge.fused.split_steps import disk_steps
 from lora_tool.plans.merge.model.converted import disk_name, homes

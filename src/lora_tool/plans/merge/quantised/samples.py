@@ -20,10 +20,9 @@ from lora_tool.formats.quantised.grids import Requantisable, grid_of, type_of_co
 from lora_tool.formats.quantised.requantising import Rounding, Scales, codes_of_rows, numbers_of, stored_scales
 from lora_tool.formats.quantised.zero_points import stored_zeros
 from lora_tool.formats.stored import read_part
-from lora_tool.plans.core.operation import rows_of
+from lora_tool.plans.core.operation import LoraTerm, rows_of
 from lora_tool.plans.core.ops import Computed, DoraDelta, LoraDelta, RowOp, row_ops
 from lora_tool.plans.core.requantise import Requantise
-from lora_tool.plans.core.terms import LoraTerm
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
