@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from lora_tool.core.share import Share as Share
     from lora_tool.core.tensors import DType as DType
     from lora_tool.core.version import __version__ as __version__
+    from lora_tool.execution.attempts import OnCluster as OnCluster
     from lora_tool.execution.attempts import ShareWritten as ShareWritten
     from lora_tool.execution.attempts import execute_share as execute_share
-    from lora_tool.execution.cluster_engine import OnCluster as OnCluster
     from lora_tool.execution.engine import execute as execute
     from lora_tool.execution.work import Engine as Engine
     from lora_tool.formats.adapter_config import ExpertLayout as ExpertLayout
@@ -120,8 +120,7 @@ _HOMES = {
     "core.share": "Share",
     "core.tensors": "DType",
     "core.version": "__version__",
-    "execution.attempts": "ShareWritten execute_share",
-    "execution.cluster_engine": "OnCluster",
+    "execution.attempts": "OnCluster ShareWritten execute_share",
     "execution.engine": "execute",
     "execution.work": "Engine",
     "formats.adapter_config": "ExpertLayout",

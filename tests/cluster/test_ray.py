@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 from lora_tool import Plan, execute, plan_consolidate, plan_merge
 from lora_tool.core.errors import ExecutionError, MissingDependency, OutOfSpace, SourceChanged
 from lora_tool.core.tasks import ClusterTask, Surroundings, TaskGroup
-from lora_tool.execution.cluster_engine import OnCluster, surroundings_of
+from lora_tool.execution.attempts import OnCluster, surroundings_of
 from lora_tool.execution.folder import shared_folder
 from lora_tool_ray import ray_cluster
 from lora_tool_ray.ray_cluster import RayCluster
@@ -47,15 +47,15 @@ MANY_FILES = ("--max-shard-size", "600")
 SLOW = """
 import sys
 from pathlib import Path
-from lora_tool.execution import cluster_engine
+from lora_tool.execution import attempts
 from lora_tool.cli.main import main
 from tests.cluster.tasks import Slow
-parts_of = cluster_engine.parts_of
+parts_of = attempts.parts_of
 told = Path(sys.argv[1])
 def slow_parts(work):
     for number, part in enumerate(parts_of(work)):
         yield part if number < int(sys.argv[2]) else Slow(task=part, told=told)
-cluster_engine.parts_of = slow_parts
+attempts.parts_of = slow_parts
 main(sys.argv[3:])
 """
 """The command whose parts wait in the middle, but for the first few."""

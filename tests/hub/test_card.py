@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from lora_tool.core.errors import BadConfig
-from lora_tool.hub import section
+from lora_tool.hub import card
 from lora_tool.hub.card import Licence, MergedCard, changed, merge_card, read_card
 from lora_tool.hub.options import Readme
 from lora_tool.hub.origin import Origin
@@ -287,4 +287,4 @@ def test_an_edit_in_the_browser_survives_the_next_push(hub: Hub, call: Caller, m
     ],
 )
 def test_every_form_of_a_verification_is_told(entry: object, words: str) -> None:
-    assert words in section._verification(entry)
+    assert words in card._verification(entry)

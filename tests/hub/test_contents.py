@@ -13,9 +13,8 @@ from safetensors.numpy import load_file, save_file
 from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.core.errors import CorruptFile, PlanError
 from lora_tool.hub import contents as local_paths
-from lora_tool.hub.contents import never, select
+from lora_tool.hub.contents import SecretFound, never, require_no_secrets, select
 from lora_tool.hub.model import PushContent
-from lora_tool.hub.secrets import SecretFound, require_no_secrets
 from tests.cli.calling import Caller
 from tests.hub.conftest import REPO
 from tests.hub.server import Hub

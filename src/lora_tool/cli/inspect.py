@@ -35,7 +35,7 @@ def command(paths: tuple[str, ...], *, plot: Path | None, as_json: bool, **typed
     if as_json:
         click.echo(_json(inspections))
     elif len(inspections) > 1:
-        from lora_tool.cli.inspect_several import show_several  # rich, only for people
+        from lora_tool.cli.inspect_view import show_several  # rich, only for people
 
         show_several(inspections, sys.stdout)
     else:

@@ -80,7 +80,7 @@ def command(
     name, branch = pushed_to(repo, "REPO", typed["revision"])
     rules = rule_choice(ctx, configured(ctx))
     options = typed_as(PublishOptions, typed, revision=branch, **rules.arguments())
-    from lora_tool.hub.text import (  # after the usage is known to be right
+    from lora_tool.hub.model import (  # after the usage is known to be right
         plan_json,
         plan_text,
         pushed_json,

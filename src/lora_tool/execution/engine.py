@@ -42,7 +42,7 @@ def engine_of(spread: Spread, *, jobs: int | None, written: OnWritten | None = N
     """Return the engine that was asked for; on this machine it has `jobs` workers, and calls `written`."""
     if spread.cluster is None:
         return LocalEngine(jobs=jobs, written=written)
-    from lora_tool.execution.cluster_engine import OnCluster  # for few runs
+    from lora_tool.execution.attempts import OnCluster  # for few runs
 
     return OnCluster(cluster=spread.cluster)
 

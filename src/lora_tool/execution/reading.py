@@ -17,10 +17,9 @@ from lora_tool.formats.stored import fill
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from lora_tool.formats.quantised.arrays import Array, Bytes, ReadRows
+    from lora_tool.formats.quantised.arrays import Array, Bytes, ReadRows, Strips
     from lora_tool.formats.quantised.coded import Scaled
     from lora_tool.formats.quantised.encodings import Encoding
-    from lora_tool.formats.quantised.strips import Strips
 
 
 class _Buffers(threading.local):
@@ -136,8 +135,8 @@ class Sources(OpenFiles):
 
     def _decoded(self, encoding: Encoding, first: int, last: int, read: ReadRows) -> Array:
         """Return rows of what quantised weights stand for, by the compiled kernel where there is one."""
+        from lora_tool.formats.quantised.arrays import Strips
         from lora_tool.formats.quantised.decoding import decoded  # only for quantised weights
-        from lora_tool.formats.quantised.strips import Strips
         from lora_tool.native.quantised import arithmetic
 
         self._strips = self._strips or Strips()

@@ -25,11 +25,11 @@ from lora_tool.formats.quantised.requantising import (
     Scales,
     as_stored,
     bytes_of_codes,
+    bytes_of_zeros,
     numbers_of,
     settled,
     stored_scales,
 )
-from lora_tool.formats.quantised.zero_points import bytes_of_zeros
 from lora_tool.native.quantised import rounding
 from lora_tool.plans.core.delta_retention import DeltaRetention
 from lora_tool.plans.core.ops import Precision, RowOp, row_ops

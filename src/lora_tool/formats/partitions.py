@@ -23,9 +23,8 @@ from lora_tool.core.display import some
 from lora_tool.core.errors import IncompleteCheckpoint
 from lora_tool.core.tensors import DType, StoredTensor, TensorSpec
 from lora_tool.formats.pieces import Piece, assembled
-from lora_tool.formats.universal import FILE
 from lora_tool.formats.zero import ZeroTag
-from lora_tool.formats.zero_files import ModelStates, ZeroStage
+from lora_tool.formats.zero_files import FILE, ModelStates, ZeroStage
 
 _Cut: TypeAlias = Iterator[tuple[str, StoredTensor]]
 _ALIGNED = 2

@@ -76,7 +76,7 @@ class _Gathering(Struct):
 
 def _scan_torch(path: Path) -> WeightsFile:
     # a twentieth of a second to import, and most folders have none
-    from lora_tool.formats.torch_weights import scan_torch_weights
+    from lora_tool.formats.torch_zip import scan_torch_weights
 
     return scan_torch_weights(path)
 

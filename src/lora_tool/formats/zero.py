@@ -16,16 +16,19 @@ from msgspec import Struct
 from lora_tool.core.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.files import require_inside
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
-from lora_tool.formats.universal import FOLDER, Master, is_universal, read_masters
 from lora_tool.formats.zero_files import (
     BY_ITS_PROGRAM,
+    FOLDER,
     GATHER,
+    Master,
     ModelStates,
     OptimStates,
     ZeroFile,
     as_in,
+    is_universal,
     model_states,
     optim_states,
+    read_masters,
 )
 
 States = TypeVar("States")

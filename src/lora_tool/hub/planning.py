@@ -17,16 +17,14 @@ from lora_tool.core.progress import Progress
 from lora_tool.core.report import Report, Severity
 from lora_tool.formats import adapter_config, manifest
 from lora_tool.formats.manifest import Manifest, read_manifest
-from lora_tool.hub.card import merge_card
-from lora_tool.hub.contents import README, pushable, read_readme, without_paths
+from lora_tool.hub.card import merge_card, section_text
+from lora_tool.hub.contents import README, pushable, read_readme, require_no_secrets, without_paths
 from lora_tool.hub.contents import select as selected
 from lora_tool.hub.hashing import content_sha256, hashes_of, in_parallel
 from lora_tool.hub.model import PushContent, PushFile, PushPlan, Remote, UploadAction
 from lora_tool.hub.options import MAIN, PushOptions, Readme
 from lora_tool.hub.origin import Origin, origin_of
 from lora_tool.hub.remote import read_licence, read_remote
-from lora_tool.hub.secrets import require_no_secrets
-from lora_tool.hub.section import section_text
 from lora_tool.hub.session import session
 from lora_tool.verification.validating import validate
 

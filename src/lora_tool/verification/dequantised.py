@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from lora_tool.core.choices import assert_never
 from lora_tool.core.tensors import DType, StoredTensor
+from lora_tool.formats.quantised.arrays import Strips
 from lora_tool.formats.quantised.encodings import (
     ORDER,
     Bnb4,
@@ -32,7 +33,6 @@ from lora_tool.formats.quantised.encodings import (
     Tiled,
     rows_together,
 )
-from lora_tool.formats.quantised.strips import Strips
 from lora_tool.verification.rounded_again import rounded_again
 
 Array = NDArray[Any]

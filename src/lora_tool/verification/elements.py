@@ -17,8 +17,8 @@ from lora_tool.formats.stored import fill
 from lora_tool.verification.pieces import Rows, rows_and_columns
 
 if TYPE_CHECKING:
+    from lora_tool.formats.quantised.arrays import Strips
     from lora_tool.formats.quantised.encodings import Encoding
-    from lora_tool.formats.quantised.strips import Strips
     from lora_tool.formats.stored import Decode
     from lora_tool.verification.dequantised import ReadBytes
 
@@ -180,7 +180,7 @@ class Files(OpenFiles):
 
     def _decode(self, encoding: Encoding, first: int, last: int, read: ReadBytes) -> Array:
         """Return rows of what quantised weights stand for."""
-        from lora_tool.formats.quantised.strips import Strips  # only for quantised weights
+        from lora_tool.formats.quantised.arrays import Strips  # only for quantised weights
         from lora_tool.verification.dequantised import dequantised_again
 
         self._strips = self._strips or Strips()

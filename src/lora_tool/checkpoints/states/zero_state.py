@@ -20,9 +20,8 @@ from lora_tool.core.keys import has_lora_factor
 from lora_tool.core.tensors import Span, StoredTensor, TensorTable
 from lora_tool.formats.partitions import Role, assemble, entries, groups_of, leftover, unaccounted
 from lora_tool.formats.torch_zip import Record
-from lora_tool.formats.universal import FILE, FOLDER, Master
 from lora_tool.formats.zero import ZeroTag, read_tag
-from lora_tool.formats.zero_files import ModelStates, ZeroStage
+from lora_tool.formats.zero_files import FILE, FOLDER, Master, ModelStates, ZeroStage
 
 
 class ZeroState(TrainingState, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ import numpy as np
 
 from lora_tool.core.choices import assert_never
 from lora_tool.core.tensors import DType, StoredTensor
-from lora_tool.formats.quantised.arrays import F32, STORED, Array, ReadRows, bytes_of, numbers, rows_of, widened
+from lora_tool.formats.quantised.arrays import F32, STORED, Array, ReadRows, Strips, bytes_of, numbers, rows_of, widened
 from lora_tool.formats.quantised.coded import Scaled, bnb_scales, coded, e2m1, fp4_scales, levels_of, scales_of_rows
 from lora_tool.formats.quantised.encodings import (
     ORDER,
@@ -29,7 +29,6 @@ from lora_tool.formats.quantised.encodings import (
     rows_together,
 )
 from lora_tool.formats.quantised.rounded_as import rounded_as
-from lora_tool.formats.quantised.strips import Strips
 
 
 class Arithmetic:

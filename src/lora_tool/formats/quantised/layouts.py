@@ -17,10 +17,9 @@ from msgspec import Struct
 from lora_tool.core.tensors import DType, StoredTensor, TensorSpec, TensorTable
 from lora_tool.formats.quantised.auto_round import in_known_words, not_read
 from lora_tool.formats.quantised.bitsandbytes import STATE, four_bits, int8
-from lora_tool.formats.quantised.columns import columns
+from lora_tool.formats.quantised.columns import columns, packed
 from lora_tool.formats.quantised.encodings import Encoding, Fp4, OffsetIntegers, Tiled, parts
 from lora_tool.formats.quantised.names import always, least_bits, sizes
-from lora_tool.formats.quantised.packed import packed
 from lora_tool.formats.quantised.parts import MATRIX, POWERS, SCALES, STACK, LayoutError, Parts, in_tiles
 from lora_tool.formats.quantised.torchao import CODES, torchao, weight_of
 

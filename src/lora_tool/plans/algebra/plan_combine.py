@@ -15,10 +15,9 @@ from lora_tool.core.errors import WrongValue
 from lora_tool.core.keys import Part
 from lora_tool.core.tensors import DType, float_type
 from lora_tool.formats.stored import same_values
-from lora_tool.plans.algebra.factor_steps import bias_steps, exact_type, padded_steps
+from lora_tool.plans.algebra.factor_steps import bias_steps, cancel_warnings, exact_type, padded_steps, small_warnings
 from lora_tool.plans.algebra.peft_config import config_of_sum, require_one_base, require_sums
 from lora_tool.plans.algebra.ranks import ModuleRank, Ranks, equal_for_experts, rank_lines, turned_to
-from lora_tool.plans.algebra.small_numbers import cancel_warnings, small_warnings
 from lora_tool.plans.algebra.terms import Factors, factors_of_sum
 from lora_tool.plans.algebra.whole_plan import adapter_plan, whole_tensors
 from lora_tool.plans.core.factor_ops import SmallMatrix

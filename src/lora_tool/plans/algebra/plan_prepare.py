@@ -18,12 +18,11 @@ from lora_tool.formats.adapter_config import FILE_NAME, TOKENS_FIELDS
 from lora_tool.formats.files import json_bytes, parse_json
 from lora_tool.models.ends import PEFT_CLASSIFIERS, head_of, is_end
 from lora_tool.plans.algebra.changes import changes_of
-from lora_tool.plans.algebra.factor_steps import exact_type
+from lora_tool.plans.algebra.factor_steps import exact_type, small_warnings
 from lora_tool.plans.algebra.mlx_form import mlx_beginnings, mlx_config, mlx_path, rope_notes
 from lora_tool.plans.algebra.peft_config import all_but, config_of_sum, is_narrowed, require_known, with_experts
 from lora_tool.plans.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plans.algebra.served import Idle, ServedFactors, idle_modules, served_factors, served_steps
-from lora_tool.plans.algebra.small_numbers import small_warnings
 from lora_tool.plans.algebra.spool import OpenSpool
 from lora_tool.plans.algebra.terms import factors_of_sum
 from lora_tool.plans.algebra.whole_plan import SAME, adapter_plan, beginnings_of, magnitude_steps, whole_tensors

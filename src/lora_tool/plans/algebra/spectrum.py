@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.tensors import DType, StoredTensor
-from lora_tool.formats.factor_rows import pieces
 from lora_tool.formats.open_files import OpenFiles, Room
-from lora_tool.formats.stored_numbers import STORED, Matrix, widened
+from lora_tool.formats.stored_numbers import STORED, Matrix, pieces, widened
 from lora_tool.plans.algebra.terms import Factors
 from lora_tool.plans.core.factor_ops import SmallMatrix
 

@@ -14,9 +14,8 @@ from lora_tool.core.display import as_options
 from lora_tool.core.errors import FindingsFound, LoraToolError, of_system
 from lora_tool.core.progress import StageWatch, unwatched
 from lora_tool.plans.core.plan import Plan
-from lora_tool.workflows.ci.jobs import sweep_of
+from lora_tool.workflows.ci.jobs import StageCache, sweep_of
 from lora_tool.workflows.ci.model import Job, Outcome, Stage, Status, Swept
-from lora_tool.workflows.ci.stage_cache import StageCache
 from lora_tool.workflows.ci.stages import Stages
 from lora_tool.workflows.merge import with_opened_base
 

@@ -41,9 +41,8 @@ from lora_tool.rules.adapter.lt3_head import head_weight
 from lora_tool.rules.consolidating import is_about_rank_files
 from lora_tool.verification.validating import validate
 from lora_tool.workflows.caller import Caller
-from lora_tool.workflows.ci.jobs import has_rank_files
+from lora_tool.workflows.ci.jobs import StageCache, has_rank_files, key_of
 from lora_tool.workflows.ci.model import Job, Ranked, Stage, Status
-from lora_tool.workflows.ci.stage_cache import StageCache, key_of
 from lora_tool.workflows.merge import FoundInputs, merge_inputs, planned
 from lora_tool.workflows.push import PublishOptions, push
 from lora_tool.workflows.writing import write

@@ -17,8 +17,14 @@ from msgspec.structs import replace
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.arrays import F32, STORED, Array
 from lora_tool.formats.quantised.grids import Requantisable, grid_of, type_of_codes
-from lora_tool.formats.quantised.requantising import Rounding, Scales, codes_of_rows, numbers_of, stored_scales
-from lora_tool.formats.quantised.zero_points import stored_zeros
+from lora_tool.formats.quantised.requantising import (
+    Rounding,
+    Scales,
+    codes_of_rows,
+    numbers_of,
+    stored_scales,
+    stored_zeros,
+)
 from lora_tool.formats.stored import read_part
 from lora_tool.plans.core.operation import LoraTerm, rows_of
 from lora_tool.plans.core.ops import Computed, DoraDelta, LoraDelta, RowOp, row_ops
