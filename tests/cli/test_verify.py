@@ -17,7 +17,7 @@ from lora_tool.execution.kernels import AnyArray
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import Shard
 from lora_tool.rules.merged.evidence import TensorEvidence
-from lora_tool.verification import written
+from lora_tool.verification import checking
 from lora_tool.workflows import writing
 from tests.cli.calling import FIXTURES, Caller
 from tests.mutations import break_, copy_of
@@ -189,8 +189,8 @@ def test_large_files_are_read_back_while_others_are_written(
         seen.append([step.out.name for step in shard.steps])
         return check_file(plan, folder, shard, jobs=jobs)
 
-    check_file = written.check_file
-    monkeypatch.setattr(written, "check_file", watched)
+    check_file = checking.check_file
+    monkeypatch.setattr(checking, "check_file", watched)
     monkeypatch.setattr(writing, "_LARGE_FILE", 900)
     monkeypatch.setattr(worker, "_BATCH_BYTES", 900)
     called = call(*asked)
@@ -250,7 +250,7 @@ def test_an_interrupted_check_publishes_nothing(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(writing, "_LARGE_FILE", large)
-    monkeypatch.setattr(written, "check_steps", interrupted)
+    monkeypatch.setattr(checking, "check_steps", interrupted)
     assert call("merge", "--rm", ADAPTER, "-o", tmp_path / "out").code == 130
     assert list(tmp_path.iterdir()) == []
 

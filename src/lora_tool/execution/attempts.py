@@ -35,7 +35,7 @@ from lora_tool.execution.folder import (
     sync_folder,
 )
 from lora_tool.execution.journal import Journal, digest_of, recorded_looks, versions_of
-from lora_tool.execution.local_engine import LocalEngine
+from lora_tool.execution.local_engine import LocalEngine, OnWritten
 from lora_tool.execution.reading import Sources
 from lora_tool.execution.work import Finished, Work, WorkDone
 from lora_tool.plans.core.delta_retention import DeltaRetention
@@ -251,6 +251,8 @@ class OnCluster(Struct, frozen=True, kw_only=True):
     """The nodes of `cluster`: an `Engine` for `execute`."""
 
     cluster: Cluster
+    written: OnWritten | None = None
+    """Called with each file that is on the disk."""
 
     def run(self, work: Work, *, finished: Finished, progress: Progress) -> WorkDone:
         """See `Engine`. Every node is asked for versions, inputs and output folder before anything is written.
@@ -264,6 +266,8 @@ class OnCluster(Struct, frozen=True, kw_only=True):
             retained, findings[number] = result
             for shard in parts[number].work.shards:
                 finished(shard, retained)
+                if self.written is not None:
+                    self.written(work.folder, shard)
 
         surroundings = surroundings_of(work)
         with self.cluster.connected() as connection:

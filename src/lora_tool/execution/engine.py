@@ -39,21 +39,16 @@ from lora_tool.plans.core.steps import Shard, SideFile
 
 
 def engine_of(spread: Spread, *, jobs: int | None, written: OnWritten | None = None) -> Engine:
-    """Return the engine that was asked for; on this machine it has `jobs` workers, and calls `written`."""
+    """Return the engine that was asked for, which calls `written`; on this machine it has `jobs` workers."""
     if spread.cluster is None:
         return LocalEngine(jobs=jobs, written=written)
     from lora_tool.execution.attempts import OnCluster  # for few runs
 
-    return OnCluster(cluster=spread.cluster)
+    return OnCluster(cluster=spread.cluster, written=written)
 
 
 FolderCheck = Callable[[Path], Mapping[str, Any]]
 """Called with the finished folder before the rename: returns an entry for the manifest, or raises to refuse the folder."""
-
-FileCheck = OnWritten
-"""Called with the unfinished folder and a weights file of it that is on the disk, while others are being written: what
-it sees is for the `FolderCheck` to judge.
-"""
 
 
 def execute(
@@ -66,7 +61,6 @@ def execute(
     resume: bool = False,
     progress: Progress | None = None,
     check: FolderCheck | None = None,
-    check_file: FileCheck | None = None,
 ) -> Path:
     """Write the folder that `plan` describes as `out` and return its path.
 
@@ -74,9 +68,9 @@ def execute(
     default a `LocalEngine` of `jobs` workers. `overwrite` replaces an existing folder once the new one is whole.
     `progress` is called with the number of weight bytes written. `resume` reuses the files that a killed run of the
     same plan had finished, and keeps its own after a failure. `plan.values`, the check of the inputs' values, runs
-    during the writing; its errors refuse the folder. `check_file` is called for each weights file that is written now,
-    not for those that `resume` takes over. `check` sees the finished folder before the rename and refuses it by raising.
-    Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, `FindingsFound`, and what `check` raises.
+    during the writing; its errors refuse the folder. `check` sees the finished folder before the rename and refuses it
+    by raising. Raises `OutputExists`, `OutOfSpace`, `SourceChanged`, `ExecutionError`, `FindingsFound`, and what
+    `check` raises.
     """
     check_output(Path(out), overwrite=overwrite, inputs=tuple(plan.folders))
     target, advance = real_place(Path(out)), progress or (lambda _: None)
@@ -101,8 +95,6 @@ def execute(
             retained.update(found)
             if not journal.has_record(shard):  # another machine that wrote the file has recorded it
                 journal.add(shard, found)
-            if check_file is not None:
-                check_file(folder, shard)
 
         checks = recorded_looks(plan, journal)
         work = Work(plan=plan, folder=folder, digest=journal.digest, shards=missing, checks=checks)

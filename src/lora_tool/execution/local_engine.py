@@ -134,7 +134,7 @@ def _copy_in_kernel(unit: CopyUnit, source: int, out: int) -> int:
 
 
 OnWritten = Callable[[Path, Shard], None]
-"""Called with the folder and a file of it."""
+"""Called with the folder that is being written and a weights file of it: what it sees is for the check of the folder to judge."""
 _LOOK_BYTES = 256 << 20
 """Values that one thread looks at in one go: while it does, the others copy, and two that copy into one file or look
 at values keep each other waiting. A file for each parameter took a fifth longer one by one.

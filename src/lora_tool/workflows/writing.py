@@ -124,7 +124,7 @@ def write(
     from lora_tool.execution.local_engine import workers_for
 
     workers = workers_for(plan, jobs)
-    read_back = ReadBack(plan=plan, out=Path(out), jobs=workers, found=found, while_flushed=spread.cluster is None)
+    read_back = ReadBack(plan=plan, out=Path(out), jobs=workers, found=found)
     if resume and is_written(plan, Path(out)):
         return replace(read_back.written(), finished_before=True)
     with watch(*work_of(plan)) as progress:
@@ -136,7 +136,6 @@ def write(
             resume=resume,
             progress=progress,
             check=read_back.check if verify else None,
-            check_file=read_back.check_file if verify else None,
         )
     return read_back.written()
 
@@ -154,8 +153,6 @@ class ReadBack(Struct, kw_only=True):
     out: Path
     jobs: int | None = None
     found: Callable[[tuple[Finding, ...]], None] = lambda _: None
-    while_flushed: bool = False
-    """Whether the engine calls `look` with each file while it is flushed."""
     summary: Mapping[str, Any] | None = None
     _seen: dict[str, TensorEvidence] = field(default_factory=dict)
 
@@ -168,11 +165,6 @@ class ReadBack(Struct, kw_only=True):
             workers = self.jobs or available_cores()
             jobs = workers if shard is self.plan.shards[-1] else max(1, workers // 2)
             self._seen.update(check_file(self.plan, folder, shard, jobs=jobs))
-
-    def check_file(self, folder: Path, shard: Shard) -> None:
-        """Do what `look` does where the engine did not: once the file is on the disk, while there are others to write."""
-        if not self.while_flushed and shard is not self.plan.shards[-1]:
-            self.look(folder, shard)
 
     def check(self, folder: Path) -> Mapping[str, Any]:
         """Return the summary of the folder, which has another name yet. Raises `FindingsFound`, `VerificationFailed`."""
