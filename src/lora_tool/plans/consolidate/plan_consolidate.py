@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from lora_tool.checkpoints import ADAPTER_WEIGHTS, VALUE_HEAD, ShardedDir
@@ -26,7 +25,6 @@ from lora_tool.core.errors import BrokenFile, Problem, UnsupportedCheckpoint
 from lora_tool.core.options import Options, option
 from lora_tool.core.progress import decided
 from lora_tool.core.report import Severity
-from lora_tool.core.report.findings import Finding
 from lora_tool.core.report.model import refuse_errors
 from lora_tool.core.tensors import FLOAT_NAMES, DType, FileStamp, StoredTensor, TensorAction, TensorSpec, float_type
 from lora_tool.formats import generation_config, model_config, tokenizer
@@ -105,20 +103,6 @@ class StateOptions(RankFileOptions):
     max_shard_size: int | str | None = option(None, "Maximum size of a weights file.  [default: 5GB]", **SHARD_SIZE)
 
 
-class Reassembly(Struct, frozen=True, kw_only=True):
-    """A training state, what of it is written, and where each of those tensors lies."""
-
-    state: TrainingState
-    target: What
-    selection: Selection
-    tensors: Mapping[str, StoredTensor]
-    """By their names in the training module."""
-    dtype: DType | None
-    """The type of all weights; None for each as it was saved."""
-    ignored: tuple[str, ...]
-    """Rules whose errors do not refuse the checkpoint."""
-
-
 def plan_consolidate(checkpoint: ShardedDir, options: StateOptions) -> Plan:
     """Return the plan that reassembles the tensors of `checkpoint`, from headers only.
 
@@ -139,15 +123,15 @@ def plan_consolidate(checkpoint: ShardedDir, options: StateOptions) -> Plan:
         findings = (*findings, *refuse_errors(judge_adapter(chosen), ignored))
     _require_shapes(state, selection)
     tensors = state.assemble(frozenset((*selection.names.values(), *selection.value_head.values())))
-    draft = Reassembly(state=state, target=target, selection=selection, tensors=tensors, dtype=dtype, ignored=ignored)
-    return _plan_of(draft, findings, options)
-
-
-def _plan_of(draft: Reassembly, findings: tuple[Finding, ...], options: StateOptions) -> Plan:
-    state, selection = draft.state, draft.selection
-    values = check_of_values(state, draft.tensors, draft.ignored)
-    shards = _shards(draft, options)
-    head = tuple(_steps(draft, selection.value_head))
+    values = check_of_values(state, tensors, ignored)
+    steps = _steps(state, tensors, dtype, selection.names)
+    if target is What.ADAPTER:
+        shards: tuple[Shard, ...] = (Shard(filename=ADAPTER_WEIGHTS, steps=steps),)
+    else:
+        given = options.max_shard_size
+        most = DEFAULT_MAX_SHARD_BYTES if given is None else number_of_bytes(given)
+        shards = lay_out(steps, homes={}, max_shard_bytes=most)
+    head = _steps(state, tensors, dtype, selection.value_head)
     side_files = (*selection.side_files, *index_files(shards))
     return Plan(
         shards=(*shards, Shard(filename=VALUE_HEAD, steps=head)) if head else shards,
@@ -156,24 +140,24 @@ def _plan_of(draft: Reassembly, findings: tuple[Finding, ...], options: StateOpt
             InputRecord(path=state.folder, name=name, action=TensorAction.DROPPED, reason=reason)
             for name, reason in selection.leftovers
         ),
-        inputs=_inputs(state, draft.tensors.values(), side_files),
+        inputs=_inputs(state, tensors.values(), side_files),
         precision=Precision.FLOAT32,
         findings=findings,
         warnings=selection.warnings,
         notes=(
-            f"{draft.target} from {state.title}",
+            f"{target} from {state.title}",
             *(str(fault) for fault in findings if fault.severity < Severity.WARNING),
             *selection.notes,
             *([f"left in the checkpoint, beside the weights: {', '.join(state.beside[:8])}"] if state.beside else []),
         ),
         manifest={
             "operation": "consolidate",
-            "what": draft.target.value,
-            "dtype": draft.dtype.value if draft.dtype else "as saved",
+            "what": target.value,
+            "dtype": dtype.value if dtype else "as saved",
             "merged_adapters": [],
             "values_checked": values is not None,
             **({"adapter_config": dict(selection.origins)} if selection.origins else {}),
-            "ignored": list(draft.ignored),
+            "ignored": list(ignored),
             "inputs": {"checkpoint": {"path": str(state.root.resolve()), **state.facts}},
         },
         values=values,
@@ -299,30 +283,26 @@ def _usual_dtype(state: TrainingState) -> DType:
     return found.most_common(1)[0][0] if found else DType.F32
 
 
-def _steps(draft: Reassembly, names: Mapping[str, str]) -> Iterator[Step]:
-    """Yield the steps that write tensors of the training module, by their `names` in the output."""
+def _steps(
+    state: TrainingState, tensors: Mapping[str, StoredTensor], dtype: DType | None, names: Mapping[str, str]
+) -> tuple[Step, ...]:
+    """Return the steps that write `tensors` of the training module by their `names` in the output, as `dtype`, if given."""
+    steps = []
     for name, saved in names.items():
-        tensor, role = draft.tensors[saved], draft.state.entries[saved].role
-        dtype = draft.dtype if draft.dtype and tensor.dtype.is_float else tensor.dtype
+        tensor, role = tensors[saved], state.entries[saved].role
+        written = dtype if dtype and tensor.dtype.is_float else tensor.dtype
         master = role is Role.TRAINED and tensor.dtype is DType.F32
         reason = "float32 master weights" if master else f"{role}, {tensor.dtype}"
         reason += f" from {counted(len(tensor.places), 'piece')}"
         if name != saved:
             reason += f", saved as {saved}"
-        op = copied_as(dtype, tensor)
+        op = copied_as(written, tensor)
         if not op.is_copy:
-            reason += f", {tensor.dtype} to {dtype}"
-        out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
-        yield Step(out=out, op=op, action=TensorAction.COPIED if op.is_copy else TensorAction.CAST, reason=reason)
-
-
-def _shards(draft: Reassembly, options: StateOptions) -> tuple[Shard, ...]:
-    steps = tuple(_steps(draft, draft.selection.names))
-    if draft.target is What.ADAPTER:
-        return (Shard(filename=ADAPTER_WEIGHTS, steps=steps),)
-    given = options.max_shard_size
-    most = DEFAULT_MAX_SHARD_BYTES if given is None else number_of_bytes(given)
-    return lay_out(steps, homes={}, max_shard_bytes=most)
+            reason += f", {tensor.dtype} to {written}"
+        out = TensorSpec(name=name, dtype=written, shape=tensor.shape)
+        action = TensorAction.COPIED if op.is_copy else TensorAction.CAST
+        steps.append(Step(out=out, op=op, action=action, reason=reason))
+    return tuple(steps)
 
 
 def _inputs(
