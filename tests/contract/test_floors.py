@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -50,14 +51,17 @@ def room(module: str) -> str:
     return next((name for name in names if name in FLOORS), parts[0])
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and full name of every import in the file, those inside functions too."""
+@cache
+def imports(path: Path) -> list[tuple[int, str]]:
+    """Return line and full name of every import in the file, those inside functions too."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
 
 
 def faults(path: Path, module: str) -> list[str]:

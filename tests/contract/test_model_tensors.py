@@ -36,11 +36,12 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 
 def models(model_type: str) -> Iterator[tuple[str, transformers.PreTrainedModel]]:
-    """Yield the classes that the table has, each under a few configs of which some fields are changed."""
-    for task in (task for task in TASKS if model_type in buildable(task)):
-        name = type_name(model_type, task)
+    """Yield the classes that the table has, the first under every change of the config, each other under one in turn."""
+    names = {type_name(model_type, task): task for task in TASKS if model_type in buildable(task)}
+    for at, name in enumerate(name for name in names if name in ROWS[model_type]["classes"]):
+        task = names[name]
         plain = tiny_config(model_type, task)
-        for change in CHANGES if name in ROWS[model_type]["classes"] else ():
+        for change in CHANGES if at == 0 else (CHANGES[0], CHANGES[1 + at % 3]):
             known = {n: v for n, v in change.items() if n in vars(plain)}
             with contextlib.suppress(Exception):  # sizes that do not go together
                 if known or not change:

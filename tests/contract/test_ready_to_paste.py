@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import check_jsonschema
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from lora_tool.checkpoints import open_model
 from lora_tool.cli import ci
@@ -31,54 +33,35 @@ def jobs() -> dict[str, str]:
     )
     found: dict[str, str] = {}
     for block in blocks:
-        table = yaml.safe_load(block)
-        kind = (
-            "github"
-            if "jobs" in table
-            else "gitlab"
-            if "lora-tool" in table
-            else "pre-commit"
-            if "repos" in table
-            else ""
-        )
-        if kind:
-            found.setdefault(kind, block)
+        for kind, key in (("github", "jobs"), ("gitlab", "lora-tool"), ("pre-commit", "repos")):
+            if key in yaml.safe_load(block):
+                found.setdefault(kind, block)
     return found
 
 
-def check(schema: str, path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+FILES: dict[str, tuple[str | Path, ...]] = {
+    "vendor.github-actions": (ACTION,),
+    "vendor.github-workflows": ("github", GITHUB / "workflows" / "tests.yml", GITHUB / "workflows" / "release.yml"),
+    "vendor.gitlab-ci": ("gitlab",),
+    "vendor.github-issue-forms": (
+        GITHUB / "ISSUE_TEMPLATE" / "fault.yml",
+        GITHUB / "ISSUE_TEMPLATE" / "kind.yml",
+    ),
+    "vendor.github-issue-config": (GITHUB / "ISSUE_TEMPLATE" / "config.yml",),
+}
+"""Schema → the project's files that keep it, and jobs of the documentation by their kind."""
 
 
-def test_the_action_is_one() -> None:
-    check("vendor.github-actions", ACTION)
-
-
-@pytest.mark.parametrize(("kind", "schema"), [("github", "vendor.github-workflows"), ("gitlab", "vendor.gitlab-ci")])
-def test_the_jobs_are_valid(kind: str, schema: str, tmp_path: Path) -> None:
-    text = jobs()[kind]
-    (tmp_path / "job.yml").write_text(text if kind == "gitlab" else f"on: push\n{text}")
-    check(schema, tmp_path / "job.yml")
-
-
-@pytest.mark.parametrize(
-    ("schema", "file"),
-    [
-        ("vendor.github-workflows", "workflows/tests.yml"),
-        ("vendor.github-workflows", "workflows/release.yml"),
-        ("vendor.github-issue-forms", "ISSUE_TEMPLATE/fault.yml"),
-        ("vendor.github-issue-forms", "ISSUE_TEMPLATE/kind.yml"),
-        ("vendor.github-issue-config", "ISSUE_TEMPLATE/config.yml"),
-    ],
-)
-def test_the_projects_own_files_are_valid(schema: str, file: str) -> None:
-    check(schema, GITHUB / file)
+@pytest.mark.parametrize("schema", FILES)
+def test_the_projects_files_and_the_documented_jobs_are_valid(schema: str, tmp_path: Path) -> None:
+    files = []
+    for file in FILES[schema]:
+        if isinstance(file, str):
+            text = jobs()[file]
+            (tmp_path / "job.yml").write_text(text if file == "gitlab" else f"on: push\n{text}")
+        files.append(str(tmp_path / "job.yml" if isinstance(file, str) else file))
+    done = CliRunner().invoke(check_jsonschema.main, ["--builtin-schema", schema, *files])
+    assert done.exit_code == 0, done.output
 
 
 def test_no_secret_is_kept_and_no_event_is_a_part_of_a_script() -> None:
@@ -123,17 +106,16 @@ def run_step(at: int, tmp_path: Path, inputs: dict[str, str]) -> subprocess.Comp
     )
 
 
-def run_action(tmp_path: Path, **inputs: str) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run the action's last script, with lora-tool where the first one installs it."""
-    program(tmp_path / "lora-tool" / "bin" / "lora-tool", f'exec "{sys.executable}" -m lora_tool "$@"')
-    return run_step(
-        -1, tmp_path, {name.replace("_", "-"): value for name, value in inputs.items()}
-    ), tmp_path / "outputs"
+def run_action(tmp_path: Path, script: str, **inputs: str) -> subprocess.CompletedProcess[str]:
+    """Run the action's last script, with `script` for the lora-tool that the first one installs."""
+    program(tmp_path / "lora-tool" / "bin" / "lora-tool", script)
+    return run_step(-1, tmp_path, {name.replace("_", "-"): value for name, value in inputs.items()})
 
 
 def test_the_action_makes_a_model(tmp_path: Path) -> None:
-    done, outputs = run_action(
+    done = run_action(
         tmp_path,
+        f'exec "{sys.executable}" -m lora_tool "$@"',
         checkpoint="fixtures/reward-qwen2/adapter",
         output=str(tmp_path / "out put; rm -rf x"),
         task="reward",
@@ -143,7 +125,7 @@ def test_the_action_makes_a_model(tmp_path: Path) -> None:
         sarif=str(tmp_path / "found.sarif"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert outputs.read_text() == f"output={tmp_path / 'out put; rm -rf x'}\n"
+    assert (tmp_path / "outputs").read_text() == f"output={tmp_path / 'out put; rm -rf x'}\n"
     manifest = json.loads((tmp_path / "out put; rm -rf x" / "lora_tool.json").read_text())
     assert manifest["precision"] == "float64"
     model = open_model(tmp_path / "out put; rm -rf x")
@@ -155,10 +137,7 @@ def test_the_action_makes_a_model(tmp_path: Path) -> None:
 
 def told(tmp_path: Path, **inputs: str) -> list[str]:
     """What the action has lora-tool do, given these inputs."""
-    program(tmp_path / "lora-tool" / "bin" / "lora-tool", 'printf "%s\\n" "$@"')
-    done = run_step(
-        -1, tmp_path, {name.replace("_", "-"): value for name, value in {"checkpoint": "c", **inputs}.items()}
-    )
+    done = run_action(tmp_path, 'printf "%s\\n" "$@"', **{"checkpoint": "c", **inputs})
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

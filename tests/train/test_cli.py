@@ -158,7 +158,7 @@ def test_guard_says_what_it_guarded(call: Caller, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launch, "run_guarded", lambda *_, **__: (0, [ended]))
     done = call("guard", "--", "true")
     assert (done.code, done.out) == (0, "")
-    assert "guarded true: no findings, 0 results" in done.err
+    assert "guarded true: no findings, no results checked" in done.err
 
 
 def test_guard_says_when_it_guarded_nothing(call: Caller) -> None:
