@@ -58,20 +58,6 @@ def test_an_adapter_becomes_a_proven_model(call: Caller, tmp_path: Path) -> None
     ]
 
 
-def test_the_summary_is_a_line_a_stage(call: Caller, tmp_path: Path) -> None:
-    done = call("ci", "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out")
-    lines = done.out.splitlines()
-    assert [line.split()[:2] for line in lines[:-1]] == [
-        ["passed", "open"],
-        ["passed", "validate"],
-        ["skipped", "consolidate"],
-        ["passed", "merge"],
-        ["passed", "verify"],
-        ["skipped", "push"],
-    ]
-    assert lines[-1] == f"passed: {tmp_path / 'out'}"
-
-
 def test_a_dry_run_plans_and_writes_nothing(call: Caller, tmp_path: Path) -> None:
     done = call("ci", "fixtures/reward-qwen2/adapter", "-o", tmp_path / "out", "--dry-run", "--push", "me/x")
     assert done.code == 0, done.err
@@ -363,18 +349,13 @@ def test_the_table_of_a_configuration(call: Caller, tmp_path: Path) -> None:
     ("line", "told"),
     [
         ("outptu = 'x'", "lora-tool.toml: [ci]: unknown key 'outptu'. Did you mean 'output'"),
-        ("fail_onn = 'error'", "Did you mean 'fail-on'"),
         ("checkpoint = 'x'", "'checkpoint' can only be given on the command line"),
         ("precision = 'peftt'", "[ci] precision: 'peftt' is not one of"),
         ("rm = 'yes'", "[ci] rm: expected true or false, found 'yes'"),
-        ("jobs = 0", "[ci] jobs: 0 is not in the range"),
         ("jobs = true", "[ci] jobs: expected a whole number, found True"),
         ("num-labels = 1.0", "[ci] num-labels: expected a whole number"),
-        ("output = 3", "[ci] output: expected a string, found 3"),
         ("base = ['a']", "[ci] base: expected a string"),
-        ("push = ''", "[ci] push: expected a string"),
         ("push = 'a b'", "[ci] push: 'a b' is not a repository; expected owner/name"),
-        ("report = [1]", "[ci] report: expected a list of strings"),
         ("report = 'junti=x'", "Did you mean 'junit'"),
         ("ignore = {LT306 = 'why'}", "[ci] ignore: expected a list of strings"),
         ("adapter-config = 'none.json'", "[ci] adapter-config"),

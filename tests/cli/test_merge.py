@@ -69,18 +69,6 @@ def test_quiet_says_nothing(tmp_path: Path, call: Caller) -> None:
     assert (called.code, called.out, called.err) == (0, "", "")
 
 
-def test_the_default_output_is_a_sibling(copies: Path, call: Caller) -> None:
-    assert call("merge", copies / "causal-llama" / "adapter").code == 0
-    assert (copies / "causal-llama" / "adapter-merged" / "config.json").is_file()
-
-
-def test_options_come_from_the_environment_too(tmp_path: Path, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LORA_TOOL_MERGE_OUTPUT", str(tmp_path / "out"))
-    monkeypatch.setenv("LORA_TOOL_MERGE_PRECISION", "float64")
-    assert call("merge", LLAMA).code == 0
-    assert manifest(tmp_path / "out")["precision"] == "float64"
-
-
 def manifest(folder: Path) -> dict[str, Any]:
     table: dict[str, Any] = json.loads((folder / "lora_tool.json").read_text())
     return table
@@ -120,12 +108,6 @@ def test_a_wrong_usage_is_told(options: list[str], words: str, call: Caller) -> 
     assert called.code == 2
     assert words in called.err
     assert not Path("fixtures/causal-llama/adapter-merged").exists()
-
-
-def test_an_unknown_command_names_the_closest(call: Caller) -> None:
-    called = call("mrege")
-    assert called.code == 2
-    assert "merge" in called.err
 
 
 @pytest.mark.parametrize(

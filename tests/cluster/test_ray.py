@@ -219,13 +219,6 @@ def spoil(adapter: Path) -> None:
     save_file({**tensors, name: np.full_like(tensors[name], np.nan)}, weights, metadata={"format": "pt"})
 
 
-def test_ci_does_all_of_it_on_the_cluster(joined: Cluster, tmp_path: Path) -> None:
-    pair = copy_pair(tmp_path, "reward-qwen2")
-    done = run(("ci", pair.adapter, "--base", pair.base, "-o", pair.out, *joined.options))
-    assert done.code == 0, done.err + done.out
-    assert "passed" in done.out
-
-
 def test_a_sweep_goes_the_way_of_ci_on_the_cluster(
     joined: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from lora_tool import Share, execute_share, plan_consolidate, plan_merge
-from lora_tool.core import errors
-from lora_tool.core.errors import ExecutionError, LoraToolError, MissingDependency, OutputExists, SourceChanged
+from lora_tool.core.errors import ExecutionError, OutputExists, SourceChanged
 from lora_tool.execution import at_work as at_work_module
 from lora_tool.execution.attempts import WorkPart, parts_of
 from lora_tool.execution.engine import execute
@@ -287,24 +286,6 @@ def test_a_share_whose_folder_is_taken_over_by_another_plan_publishes_nothing(tm
         with pytest.raises(ExecutionError, match="was not begun from this plan"):
             part.run(lambda _: None)
         assert not (folder / part.name).exists()
-
-
-def kinds(root: type[LoraToolError]) -> list[type[LoraToolError]]:
-    return [root, *(kind for below in root.__subclasses__() for kind in kinds(below))]
-
-
-@pytest.mark.parametrize("kind", kinds(LoraToolError), ids=lambda kind: kind.__name__)
-def test_an_error_arrives_whole(kind: type[LoraToolError]) -> None:
-    error = kind.__new__(kind, "what is wrong")
-    error.hint = "what to do"
-    if issubclass(kind, errors.BrokenFile):
-        error = kind.of("file", errors.Defect.HOLE, "what is wrong", "tensor")
-    if kind is MissingDependency:
-        error = MissingDependency("torch", extra="merge")
-    arrived = pickle.loads(pickle.dumps(error))
-    assert type(arrived) is kind
-    assert str(arrived) == str(error)
-    assert vars(arrived) == vars(error)
 
 
 def test_who_shares_a_folder_keeps_only_others_away(tmp_path: Path) -> None:

@@ -39,14 +39,10 @@ CASES = {
     "403 on preupload": Case("preupload", 4, ("403 Forbidden", "write access"), {"status": 403}),
     "403 on commit": Case(COMMIT, 4, ("403 Forbidden",), {"status": 403}),
     "quota on commit": Case(COMMIT, 4, ("storage limit reached", "free storage"), {"status": 403, "body": QUOTA}),
-    "402 on commit": Case(COMMIT, 4, ("402 Payment Required",), {"status": 402}),
-    "404 on commit": Case(COMMIT, 4, ("404 Not Found",), {"status": 404}),
     "repo gone at commit": Case(
         COMMIT, 4, ("no such repository",), {"status": 404, "headers": {"X-Error-Code": "RepoNotFound"}}
     ),
     "400 on commit": Case(COMMIT, 4, ("400 Bad Request", "fault of the test"), {"status": 400}),
-    "413 on commit": Case(COMMIT, 4, ("413",), {"status": 413}),
-    "422 on commit": Case(COMMIT, 4, ("422",), {"status": 422}),
     "the card is refused": Case(
         "validate-yaml",
         4,
@@ -58,7 +54,6 @@ CASES = {
     ),
     # somebody else's change
     "409 on commit": Case(COMMIT, 6, ("was changed while this push ran",), {"status": 409}),
-    "412 on commit": Case(COMMIT, 6, ("412 Precondition Failed",), {"status": 412}),
     # what a later try may do
     "429 on commit": Case(COMMIT, 7, ("429 Too Many Requests",), {"status": 429, "times": ALWAYS}),
     "429 for an hour": Case(
