@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -44,6 +50,34 @@ class Caller:
         out, err = self.capsys.readouterr()
         assert isinstance(stopped.value.code, int)
         return Called(stopped.value.code, out, err)
+
+
+def on_a_terminal(*words: str | Path, columns: int = 80, **environment: str) -> str:
+    """Return what the command writes to a terminal of so many columns."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    ignored = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CI")
+    inherited = {name: value for name, value in os.environ.items() if name not in ignored}
+    path = os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.Popen(
+        [sys.executable, "-m", "lora_tool", *map(str, words)],
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        cwd=REPOSITORY,
+        env={**inherited, "PYTHONPATH": path, "TERM": "xterm-256color", **environment},
+    )
+    os.close(its)
+    written = b""
+    try:
+        while piece := os.read(ours, 1 << 16):
+            written += piece
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    finally:
+        os.close(ours)
+        done.wait()
+    return written.decode()
 
 
 def assert_golden(name: str, text: str) -> None:

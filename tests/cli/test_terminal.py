@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
-import os
-import pty
 import re
-import struct
-import subprocess
 import sys
-import termios
 from pathlib import Path
 from types import ModuleType
 
@@ -18,34 +12,12 @@ import pytest
 
 from lora_tool.cli.terminal import folded
 from lora_tool.core.display import from_here
-from tests.cli.calling import REPOSITORY, Caller
+from tests.cli.calling import Caller, on_a_terminal
 
 
-def on_a_terminal(*words: str | Path, columns: int = 80) -> str:
-    """What the command shows in a terminal, without what a progress bar draws."""
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lora_tool", *map(str, words)],
-        stdin=its,
-        stdout=its,
-        stderr=its,
-        cwd=REPOSITORY,
-        env={**env, "TERM": "xterm"},
-    )
-    os.close(its)
-    seen = b""
-    while True:
-        try:
-            seen += (piece := os.read(ours, 1 << 16))
-        except OSError:  # on Linux that is the end of a terminal whose program has left
-            break
-        if not piece:
-            break
-    process.wait()
-    os.close(ours)
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+def without_bars(written: str) -> str:
+    """What is left of it in the end, without what a progress bar draws."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written)
     return "\n".join(line.rpartition("\r")[2] for line in text.replace("\r\n", "\n").split("\n"))
 
 
@@ -54,8 +26,9 @@ def on_a_terminal(*words: str | Path, columns: int = 80) -> str:
 )
 def test_lines_end_between_words(words: str, tmp_path: Path) -> None:
     typed = [str(tmp_path / "out") if word == "OUT" else word for word in words.split()]
-    narrow = on_a_terminal(*typed)
-    wide = on_a_terminal(*typed, *(["--overwrite"] if "merge" in typed else []), columns=1000)
+    narrow = without_bars(on_a_terminal(*typed))
+    more = ["--overwrite"] if "merge" in typed else []
+    wide = without_bars(on_a_terminal(*typed, *more, columns=1000))
     for line in narrow.splitlines():
         assert len(line) <= 80 or "lora-tool " in line or line.startswith("next: "), line
     assert len(narrow.splitlines()) > len(wide.splitlines())

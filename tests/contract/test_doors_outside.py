@@ -133,6 +133,13 @@ def odd_rank(subject):
 }
 
 
+def install(folder: Path, name: str, entry_points: str) -> None:
+    metadata = folder / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(entry_points)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of installed packages with the toy in it."""
@@ -140,15 +147,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "toy").mkdir()
     for name, text in MODULES.items():
         (folder / "toy" / f"{name}.py").write_text(text)
-    metadata = folder / "toy-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    install(folder, "toy", ENTRY_POINTS)
     return folder
 
 
 def run(
-    site: Path, *words: str | Path, code: int = 0, program: tuple[str, ...] = ("-m", "lora_tool")
+    site: Path | str, *words: str | Path, code: int = 0, program: tuple[str, ...] = ("-m", "lora_tool")
 ) -> tuple[str, str]:
     """Return what the command prints to stdout and stderr."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), str(ROOT / "src")]), "COLUMNS": "200"}
@@ -164,6 +168,28 @@ def content(folder: Path) -> dict[str, bytes]:
 
 def test_a_command(site: Path) -> None:
     assert run(site, "toy") == ("hello\n", "")
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("nothing_there:command", "ModuleNotFoundError: No module named 'nothing_there'"),
+        ("toy.command:nothing", "AttributeError: module 'toy.command' has no attribute 'nothing'"),
+        ("toy.command:click", "expected click.core.Command, found module"),
+    ],
+)
+def test_a_command_that_is_broken_harms_no_other(site: Path, tmp_path: Path, target: str, why: str) -> None:
+    install(tmp_path, "broken", f"[lora_tool.commands]\nbroken = {target}\nmerge = toy.command:command\n")
+    paths = f"{tmp_path}{os.pathsep}{site}"
+    helped, errors = run(paths, "--help")
+    (warning,) = errors.splitlines()
+    assert warning.startswith("warning: broken: its entry point `broken` of lora_tool.commands does not")
+    assert why in warning
+    assert "  toy          Say hello.\n" in helped
+    assert "  merge        Say hello.\n" not in helped
+    _, errors = run(paths, "broken", code=3)
+    assert errors.startswith("error: broken: ")
+    assert "hint: pip install --upgrade broken" in errors
 
 
 def test_an_engine(site: Path, tmp_path: Path) -> None:

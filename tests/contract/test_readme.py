@@ -15,6 +15,7 @@ import pytest
 from lora_tool.cli.configuration import configuration
 from lora_tool.cli.main import all_commands, cli
 from lora_tool.models import ARCHITECTURES
+from tests.cli.calling import Caller
 from tests.readme import DOCUMENTATION, PAGES, README, ROOT, TUTORIAL, as_shown, rewritten, transcripts
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
@@ -35,15 +36,14 @@ WITH_TRANSCRIPTS = [page for page in PAGES if page != TUTORIAL and transcripts(p
 
 
 @pytest.mark.parametrize("page", WITH_TRANSCRIPTS, ids=lambda page: page.name)
-def test_transcript_prints_what_it_shows(page: Path, clone: Path) -> None:
+def test_transcript_prints_what_it_shows(page: Path, clone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = Caller(capsys)
     for line, expected in (command for commands in transcripts(page.read_text()) for command in commands):
         program, *arguments = shlex.split(line)
         assert program == "lora-tool"
-        done = subprocess.run(
-            [sys.executable, "-m", "lora_tool", *arguments], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == ("  error  " in expected), done.stderr
-        assert as_shown(done.stdout, clone) == expected
+        done = call(*arguments)
+        assert done.code == ("  error  " in expected), done.err
+        assert as_shown(done.out, clone) == expected
 
 
 def test_the_readme_is_for_somebody_in_a_hurry() -> None:
