@@ -59,9 +59,21 @@ def loaded(code: str) -> set[str]:
         (CALL.format(arguments=["train", "--help"]), {"click"}),
         (CALL.format(arguments=["guard", "--help"]), {"click"}),
         (CALL.format(arguments=["init", "reward"]), {"click"}),
+        (CALL.format(arguments=["validate", ADAPTER, "--headers-only"]), {"click"}),
         (CALL.format(arguments=["merge", ADAPTER, "--dry-run"]), {"click", "numpy", "ml_dtypes"}),
     ],
-    ids=["package", "public names", "help", "merge help", "rules", "train help", "guard help", "init", "dry run"],
+    ids=[
+        "package",
+        "public names",
+        "help",
+        "merge help",
+        "rules",
+        "train help",
+        "guard help",
+        "init",
+        "headers",
+        "dry run",
+    ],
 )
 def test_nothing_is_loaded_before_it_is_needed(code: str, allowed: set[str]) -> None:
     assert loaded(code) <= allowed
