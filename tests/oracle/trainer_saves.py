@@ -1,4 +1,6 @@
-"""What trainers leave behind, made by their own save functions: 4 processes on CPU, and the truth gathered in them.
+"""What trainers leave behind, made by their own save functions: 4 processes on CPU, and the truth beside it.
+
+One process imports what is slow to import and makes the model; it is forked for the ranks.
 
     python tests/oracle/trainer_saves.py OUT [NAME…]
 
@@ -11,38 +13,63 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
+from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 RANKS = 4
-Maker = Callable[[Path, Path], None]
+IMPORTED = (
+    "accelerate.utils.fsdp_utils",
+    "deepspeed",  # by accelerate, where it saves
+    "torch.distributed.checkpoint.hf_storage",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+)
+Maker = Callable[[Path], None]
 Module = Any
 """torch's, transformers' and PEFT's own types, which are imported in the workers alone."""
 
 
-def adapted(out: Path, dtype: str = "float32") -> Module:
-    """Return the base model in `out` with a trained adapter: every rank has the same values."""
+MODULES: dict[str, Module] = {}
+"""The model with a trained adapter, by its dtype: made before the process is forked."""
+
+
+def adapted(dtype: str = "float32") -> Module:
+    """Return a model with a trained adapter: every rank has the same values."""
+    return deepcopy(MODULES[dtype])
+
+
+def new_modules(out: Path) -> None:
+    """Make `MODULES`, and write their base, their states and what PEFT saves of them."""
     import peft
     import torch
     import transformers as hf
+    from safetensors.torch import save_file
 
-    model = hf.AutoModelForSequenceClassification.from_pretrained(out / "base", dtype=torch.float32)
-    config = peft.LoraConfig(
-        task_type="SEQ_CLS",
-        r=3,
-        lora_alpha=5,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    )
-    module = peft.get_peft_model(model, config).to(getattr(torch, dtype))
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.normal_()
-    return module
+    new_base(out / "base")
+    for short, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
+        model = hf.AutoModelForSequenceClassification.from_pretrained(out / "base", dtype=torch.float32)
+        config = peft.LoraConfig(
+            task_type="SEQ_CLS",
+            r=3,
+            lora_alpha=5,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        )
+        module = peft.get_peft_model(model, config).to(getattr(torch, dtype))
+        torch.manual_seed(7)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_()
+        save_file(module.state_dict(), out / f"truth-{short}.safetensors")
+        module.save_pretrained(out / f"adapter-{short}")
+        MODULES[dtype] = module
 
 
 def new_base(folder: Path) -> None:
@@ -103,20 +130,20 @@ def dcp(folder: Path, state: dict[str, Any], **options: Any) -> None:
     save(state, checkpoint_id=str(folder), **options)
 
 
-def dcp_tp(out: Path, folder: Path) -> None:
+def dcp_tp(folder: Path) -> None:
     """Tensor parallelism alone, as a training program of one's own saves it."""
-    dcp(folder, {"model": tensor_parallel(adapted(out), mesh_of(RANKS)).state_dict()})
+    dcp(folder, {"model": tensor_parallel(adapted(), mesh_of(RANKS)).state_dict()})
 
 
-def dcp_alone(out: Path, folder: Path) -> None:
+def dcp_alone(folder: Path) -> None:
     """Every rank writes its own metadata, of what it saved itself."""
-    dcp(folder, {"model": sharded(adapted(out), mesh_of(RANKS)).state_dict()}, use_collectives=False)
+    dcp(folder, {"model": sharded(adapted(), mesh_of(RANKS)).state_dict()}, use_collectives=False)
 
 
-def dcp_fsdp_tp(out: Path, folder: Path) -> None:
+def dcp_fsdp_tp(folder: Path) -> None:
     """FSDP2 over tensor parallelism: rows of rows, and rows of columns; flat names, as torchtitan has them."""
     mesh = mesh_of(2, 2)
-    module = tensor_parallel(adapted(out, "bfloat16"), mesh["tp"])
+    module = tensor_parallel(adapted("bfloat16"), mesh["tp"])
     dcp(folder, {**sharded(module, mesh["dp"]).state_dict()})
 
 
@@ -145,8 +172,8 @@ def accelerate_saves(module: Module, folder: Path, state: str, *, version: int =
 def accelerate_fsdp2(dtype: str, state: str, **options: Any) -> Maker:
     """FSDP2 as accelerate saves it."""
 
-    def make(out: Path, folder: Path) -> None:
-        accelerate_saves(sharded(adapted(out, dtype), mesh_of(RANKS)), folder, state, **options)
+    def make(folder: Path) -> None:
+        accelerate_saves(sharded(adapted(dtype), mesh_of(RANKS)), folder, state, **options)
 
     return make
 
@@ -154,21 +181,21 @@ def accelerate_fsdp2(dtype: str, state: str, **options: Any) -> Maker:
 def accelerate_fsdp1(state: str, *, original: bool = True, meshed: bool = False, **options: Any) -> Maker:
     """FSDP1 as accelerate saves it: the whole model."""
 
-    def make(out: Path, folder: Path) -> None:
-        module = wrapped(adapted(out), mesh_of(RANKS) if meshed else None, original=original)
+    def make(folder: Path) -> None:
+        module = wrapped(adapted(), mesh_of(RANKS) if meshed else None, original=original)
         accelerate_saves(module, folder, state, version=1, **options)
         if state == LOCAL:  # shapes are in no file, and those of heads follow from the hidden size
-            (folder / "config.json").write_bytes((out / "base" / "config.json").read_bytes())
+            (folder / "config.json").write_bytes((folder.parent / "base" / "config.json").read_bytes())
 
     return make
 
 
-def accelerate_fsdp1_full(out: Path, folder: Path) -> None:
+def accelerate_fsdp1_full(folder: Path) -> None:
     """FSDP1 as accelerate saves it whole: torch's own gathering ends the process on a CPU, so that parameters are summoned."""
     from accelerate.utils import fsdp_utils
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    module = wrapped(adapted(out))
+    module = wrapped(adapted())
     with FullyShardedDataParallel.summon_full_params(module, writeback=False):
         state = {
             name.replace("_fsdp_wrapped_module.", ""): parameter.detach().clone()
@@ -183,7 +210,7 @@ def accelerate_fsdp1_full(out: Path, folder: Path) -> None:
 def verl(dtype: str, *, version: int = 2, meshed: tuple[int, ...] = (RANKS,), lora_only: bool = False) -> Maker:
     """What `FSDPCheckpointManager.save_checkpoint` of verl writes for an actor, by the same calls of torch."""
 
-    def make(out: Path, folder: Path) -> None:
+    def make(folder: Path) -> None:
         import torch
         import torch.distributed as dist
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictConfig, StateDictType
@@ -192,7 +219,7 @@ def verl(dtype: str, *, version: int = 2, meshed: tuple[int, ...] = (RANKS,), lo
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", meshed, mesh_dim_names=("ddp", "fsdp")[-len(meshed) :])
-        module = adapted(out, dtype)
+        module = adapted(dtype)
         if version == 1:
             module = wrapped(module, mesh)
             with FullyShardedDataParallel.state_dict_type(
@@ -213,30 +240,30 @@ def verl(dtype: str, *, version: int = 2, meshed: tuple[int, ...] = (RANKS,), lo
             told = {"r": 3, "lora_alpha": 5, "task_type": "SEQ_CLS"}
             (actor / "lora_train_meta.json").write_text(json.dumps(told))
             (actor / "huggingface").mkdir(exist_ok=True)
-            (actor / "huggingface" / "config.json").write_bytes((out / "base" / "config.json").read_bytes())
+            (actor / "huggingface" / "config.json").write_bytes((folder.parent / "base" / "config.json").read_bytes())
             (folder / "latest_checkpointed_iteration.txt").write_text("3")
 
     return make
 
 
-def verl_over_tp(out: Path, folder: Path) -> None:
+def verl_over_tp(folder: Path) -> None:
     """Rank files of FSDP2 over tensor parallelism, whose rows are cut in strides."""
     import torch
     import torch.distributed as dist
 
     mesh = mesh_of(2, 2)
-    state = sharded(tensor_parallel(adapted(out), mesh["tp"]), mesh["dp"]).state_dict()
+    state = sharded(tensor_parallel(adapted(), mesh["tp"]), mesh["dp"]).state_dict()
     torch.save(state, folder / f"model_world_size_{RANKS}_rank_{dist.get_rank()}.pt")
 
 
-def cut_safetensors(out: Path, folder: Path) -> None:
+def cut_safetensors(folder: Path) -> None:
     """Torch's HuggingFaceStorageWriter, as `save_pretrained(distributed_checkpoint=True)` of transformers calls it."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    state = sharded(adapted(out), mesh_of(RANKS)).state_dict()
+    state = sharded(adapted(), mesh_of(RANKS)).state_dict()
     save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    (folder / "config.json").write_bytes((out / "base" / "config.json").read_bytes())
+    (folder / "config.json").write_bytes((folder.parent / "base" / "config.json").read_bytes())
 
 
 SHARDED, FULL, LOCAL = "SHARDED_STATE_DICT", "FULL_STATE_DICT", "LOCAL_STATE_DICT"
@@ -246,7 +273,6 @@ KINDS: dict[str, Maker] = {
     "dcp-without-collectives": dcp_alone,
     "fsdp2-dcp-bf16": accelerate_fsdp2("bfloat16", SHARDED, adapter_only=True),
     "fsdp2-full": accelerate_fsdp2("float32", FULL, adapter_only=True),
-    "fsdp2-full-model-bf16": accelerate_fsdp2("bfloat16", FULL),
     "fsdp2-ranks": accelerate_fsdp2("float32", SHARDED, adapter_only=True, use_dcp=False),
     "fsdp1-full-model": accelerate_fsdp1_full,
     "fsdp1-dcp": accelerate_fsdp1(SHARDED),
@@ -262,41 +288,58 @@ KINDS: dict[str, Maker] = {
 }
 
 
-def work(out: Path, names: list[str]) -> None:
+def work(out: Path, names: list[str], rank: int) -> None:
     """Act as one rank."""
-    import torch
     import torch.distributed as dist
     from accelerate import PartialState
-    from safetensors.torch import save_file
 
-    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     PartialState(cpu=True, backend="gloo")
-    if dist.get_rank() == 0:
-        new_base(out / "base")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for short, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
-            module = adapted(out, dtype)
-            save_file(module.state_dict(), out / f"truth-{short}.safetensors")
-            module.save_pretrained(out / f"adapter-{short}")
     for name in names:
         (out / name).mkdir(exist_ok=True)
         dist.barrier()
-        KINDS[name](out, out / name)
+        KINDS[name](out / name)
     dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads sometimes abort a normal end
+
+
+def forked(out: Path, names: list[str], rank: int) -> int:
+    """Return the process that acts as a rank."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        work(out, names, rank)
+        code = 0
+    finally:
+        if code:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(code)  # gloo's threads sometimes abort a normal end
+
+
+def work_as_all(out: Path, names: list[str]) -> None:
+    """Act as every rank."""
+    for name in IMPORTED:
+        import_module(name)
+    new_modules(out)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **world}
+    ranks = [forked(out, names, rank) for rank in range(RANKS)]
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks))
 
 
 def make(out: Path, *names: str) -> None:
     """Make the kinds that are named, by default all."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run([*launcher, __file__, "--worker", str(out), *(names or KINDS)], env=environment, check=True)
+    subprocess.run([sys.executable, __file__, "--worker", str(out), *(names or KINDS)], env=environment, check=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--worker":
-        work(Path(sys.argv[2]), sys.argv[3:])
+        work_as_all(Path(sys.argv[2]), sys.argv[3:])
     else:
         make(Path(sys.argv[1]), *sys.argv[2:])
