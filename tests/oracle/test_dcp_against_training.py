@@ -146,12 +146,6 @@ def test_several_modules_are_refused_by_name(tmp_path: Path, state: dict[str, An
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_tensor_saved_by_torch_alone(tmp_path: Path) -> None:
-    (step,) = plan(saved(tmp_path / "run", "norm.weight"), "state").steps
-    assert (step.out.name, step.out.shape) == ("norm.weight", (5, 3))
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_flat_parameters_of_fsdp1_are_refused_by_name(tmp_path: Path) -> None:
     folder = saved(tmp_path / "run", "layers.0._flat_param")
     with pytest.raises(UnsupportedCheckpoint, match="flat parameter of FSDP1"):

@@ -1,7 +1,7 @@
 """Every kind of checkpoint in every command that looks at checkpoints: called by its name, with the documented exit code.
 
-One process for each kind, as a shell would start it, says what `validate`, `inspect`, `ls`, `prune` and `ci` make of it.
-None of them may import torch.
+One process, as a shell would start it, says what `validate`, `inspect`, `ls`, `prune` and `ci` make of each kind. None of
+them may import torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lora_tool.checkpoints.fsdp import DCP
 from lora_tool.verification.validating import unresumable_reason
 from lora_tool_train.results import named
 from lora_tool_train.traps import TrainingFailed
+from tests.cli.calling import Caller
 from tests.hostile.folders import FIXTURES, environment
 
 COMMANDS = """
@@ -133,47 +134,47 @@ def test_every_kind_has_a_sample() -> None:
     assert MAKERS.keys() == {kind.name for kind in kinds()}
 
 
-@pytest.fixture(params=MAKERS)
-def kind(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
+Answer = tuple[int, str, str]
+"""A command's exit code, its output and its errors."""
 
 
-@pytest.fixture
-def sample(kind: str, trainers: Path, tmp_path: Path) -> Sample:
-    (tmp_path / "made").mkdir()
-    return MAKERS[kind](trainers, tmp_path / "made")
+@pytest.fixture(scope="module")
+def samples(trainers: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sample]:
+    return {kind: make(trainers, tmp_path_factory.mktemp("made")) for kind, make in MAKERS.items()}
 
 
-def called(*commands: tuple[str | Path, ...]) -> Iterator[tuple[int, str, str]]:
-    """Run the commands in one process, and yield code, output and errors of each; torch may not be imported."""
-    arguments = json.dumps([[str(word) for word in command] for command in commands])
+@pytest.fixture(scope="module")
+def answers(samples: dict[str, Sample], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+    """What each command said of each kind, where all were called in one process, without torch."""
+    asked: list[tuple[str | Path, ...]] = []
+    for kind, sample in samples.items():
+        folder = tmp_path_factory.mktemp("runs")
+        for name in sample.names:
+            shutil.copytree(sample.save, folder / "run" / name)
+        asked += [
+            ("validate", sample.root, "--base", sample.base, "--json"),
+            ("inspect", sample.root),
+            ("inspect", sample.root, "--json"),
+            ("ls", sample.root if kind == "run folder" else folder / "run", "--json"),
+            ("prune", folder / "run", "--json"),
+            ("ci", sample.root, "--base", sample.base, "-o", folder / "merged", "--json", *sample.options),
+        ]
+    arguments = json.dumps([[str(word) for word in command] for command in asked])
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS, arguments], env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     results, has_torch = json.loads(done.stdout.splitlines()[-1])
     assert not has_torch, "torch was imported"
-    for (code, out, err), command in zip(results, commands, strict=True):
-        assert "Traceback" not in out + err
-        assert code is not None, command
-        yield code, out, err
+    each = len(asked) // len(samples)
+    return {kind: results[at * each : (at + 1) * each] for at, kind in enumerate(samples)}
 
 
-def test_every_command_knows_it(kind: str, sample: Sample, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_command_knows_it(kind: str, samples: dict[str, Sample], answers: dict[str, list[Answer]]) -> None:
     """By its name; and of a run the older save goes, the newest stays."""
-    run = tmp_path / "run"
-    for name in sample.names:
-        shutil.copytree(sample.save, run / name)
-    out = tmp_path / "merged"
-    validated, shown, inspected, listed, pruned, ci = called(
-        ("validate", sample.root, "--base", sample.base, "--json"),
-        ("inspect", sample.root),
-        ("inspect", sample.root, "--json"),
-        ("ls", sample.root if kind == "run folder" else run, "--json"),
-        ("prune", run, "--json"),
-        ("ci", sample.root, "--base", sample.base, "-o", out, "--json", *sample.options),
-    )
+    validated, shown, inspected, listed, pruned, ci = answers[kind]
+    assert not [answer for answer in answers[kind] if "Traceback" in answer[1] + answer[2]]
     assert [each[0] for each in (validated, shown, inspected, listed, pruned)] == [0] * 5, (validated, listed)
     assert kind in {subject["kind"] for subject in json.loads(validated[1])["subjects"]}
     assert kind in shown[1]
@@ -182,24 +183,20 @@ def test_every_command_knows_it(kind: str, sample: Sample, tmp_path: Path) -> No
     rows = [row for found in json.loads(listed[1])["runs"] for row in found["checkpoints"]]
     assert [(row["kind"], row["row"]["errors"]) for row in rows] == [(of_save, 0)] * 2
     goes = {Path(row["path"]).name: row["goes"] for row in json.loads(pruned[1])["checkpoints"]}
-    assert goes == dict(zip(sample.names, (True, False), strict=True))
+    assert goes == dict(zip(samples[kind].names, (True, False), strict=True))
     stages = json.loads(ci[1])["stages"]
     assert ci[0] == 0, stages
     assert stages[0]["summary"].startswith(kind)
 
 
-def test_a_trainer_that_cannot_resume_from_it_says_so(sample: Sample) -> None:
+@pytest.mark.parametrize("kind", [kind.name for kind in kinds() if isinstance(kind, ShardedKind)])
+def test_it_knows_which_kinds_a_trainer_can_resume_from(kind: str, samples: dict[str, Sample], tmp_path: Path) -> None:
+    """In a trainer's own folder, that is; kinds whose weights are whole: tests/train/test_resume.py."""
     with pytest.raises(TrainingFailed, match=r"has no trainer_state\.json"):
-        named(sample.root)
-
-
-def test_of_a_trainers_own_folder_it_knows_which_kinds_can_be_resumed_from(
-    kind: str, sample: Sample, tmp_path: Path
-) -> None:
+        named(samples[kind].root)
     (found,) = (each for each in kinds() if each.name == kind)
-    if not isinstance(found, ShardedKind):
-        pytest.skip("weights that are whole, whose optimizer's state lies beside them: tests/train/test_resume.py")
-    checkpoint = Path(shutil.copytree(sample.root, tmp_path / "checkpoint-2"))
+    assert isinstance(found, ShardedKind)
+    checkpoint = Path(shutil.copytree(samples[kind].root, tmp_path / "checkpoint-2"))
     shutil.copy(TRAINER_STATE, checkpoint)
     why = unresumable_reason(checkpoint)
     if found in (ZERO, DCP) or kind == "FSDP full state dict":
@@ -223,9 +220,9 @@ def mixed(trainers: Path, tmp_path: Path) -> Path:
     return run
 
 
-def test_the_saves_of_two_frameworks_in_one_run(mixed: Path) -> None:
-    ((_, listed, _), (_, pruned, _)) = called(("ls", mixed, "--json"), ("prune", mixed, "--apply", "--json"))
-    (run,) = json.loads(listed)["runs"]
+def test_the_saves_of_two_frameworks_in_one_run(mixed: Path, call: Caller) -> None:
+    (run,) = call("ls", mixed, "--json").json["runs"]
+    pruned = call("prune", mixed, "--apply", "--json").json
     found = [(Path(row["root"]).name, row["kind"]) for row in run["checkpoints"]]
     ours, theirs = "DeepSpeed checkpoint", "FSDP checkpoint"
     assert found == [
@@ -235,39 +232,36 @@ def test_the_saves_of_two_frameworks_in_one_run(mixed: Path) -> None:
         ("global_step10_universal", ours),
         ("step-20", theirs),
     ]
-    why: dict[str, Any] = {Path(row["path"]).name: row["why"] for row in json.loads(pruned)["checkpoints"]}
+    why: dict[str, Any] = {Path(row["path"]).name: row["why"] for row in pruned["checkpoints"]}
     assert why["global_step5"] == "the run's own pointer names it"
     assert sorted(path.name for path in mixed.iterdir()) == ["global_step5", "latest", "step-20", "step-30"]
 
 
-def test_what_a_universal_pointer_names_is_kept(mixed: Path) -> None:
+def test_what_a_universal_pointer_names_is_kept(mixed: Path, call: Caller) -> None:
     (mixed / "latest_universal").write_text("global_step10_universal")
-    list(called(("prune", mixed, "--apply")))
+    call("prune", mixed, "--apply")
     kept = sorted(path.name for path in mixed.iterdir() if path.is_dir())
     assert kept == ["global_step10_universal", "global_step5", "step-20", "step-30"]
 
 
-def test_a_tag_in_a_trainers_save_is_a_part_of_it(tmp_path: Path) -> None:
+def test_a_tag_in_a_trainers_save_is_a_part_of_it(tmp_path: Path, call: Caller) -> None:
     save = tmp_path / "run" / "checkpoint-2"
     shutil.copytree(FIXTURES / "zero" / "stage3-reward", save)
     shutil.copytree(save / "global_step2", save / "global_step1")
     for root in (tmp_path / "run", save):
-        ((_, listed, _), (_, pruned, _)) = called(("ls", root, "--json"), ("prune", root, "--json"))
-        (row,) = (row for run in json.loads(listed)["runs"] for row in run["checkpoints"])
+        (row,) = (row for run in call("ls", root, "--json").json["runs"] for row in run["checkpoints"])
         assert Path(row["root"]) == save
         assert sum(row["sizes"].values()) == sum(path.stat().st_size for path in save.rglob("*") if path.is_file())
-        assert [Path(each["path"]) for each in json.loads(pruned)["checkpoints"]] == [save]
+        assert [Path(each["path"]) for each in call("prune", root, "--json").json["checkpoints"]] == [save]
 
 
-def test_the_newest_of_several_steps_is_judged(mixed: Path, tmp_path: Path) -> None:
+def test_the_newest_of_several_steps_is_judged(mixed: Path, tmp_path: Path, call: Caller) -> None:
     steps = tmp_path / "steps"
     for step in (100, 20):
         shutil.copytree(mixed / "step-3", steps / f"step-{step}")
     (steps / "step-100" / "__1_0.distcp").unlink()
-    validated, consolidated = called(
-        ("validate", steps, "--json"), ("consolidate", steps, "-o", tmp_path / "out", "--lora-alpha", "5")
-    )
-    found = {finding["code"]: finding for finding in json.loads(validated[1])["findings"]}
+    found = {finding["code"]: finding for finding in call("validate", steps, "--json").json["findings"]}
     assert found["LT401"]["path"].startswith(str(steps / "step-100"))
     assert found["LT409"]["message"] == "the folder has several steps: step-20, step-100"
-    assert (consolidated[0], "choose: --tag FOLDER" in consolidated[2]) == (3, True)
+    consolidated = call("consolidate", steps, "-o", tmp_path / "out", "--lora-alpha", "5")
+    assert (consolidated.code, "choose: --tag FOLDER" in consolidated.err) == (3, True)

@@ -202,18 +202,6 @@ def test_a_whole_model_of_megatron_is_no_model_of_transformers(tmp_path: Path) -
     assert plan_consolidate(tmp_path, what="state").counts() == {"copied": 1}
 
 
-@pytest.mark.parametrize("what", ["auto", "adapter", "model"])
-def test_lora_of_torchtitan_is_refused_by_name(what: str, tmp_path: Path) -> None:
-    names = [f"layers.0.attention.wq.{part}" for part in ("weight", "lora_a.weight", "lora_b.weight")]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch.distributed is disabled
-        save({name: torch.ones(4, 4) for name in names}, checkpoint_id=tmp_path / "step-10", no_dist=True)
-    with pytest.raises(
-        UnsupportedCheckpoint, match=r"names that are not PEFT's \(`layers.0.attention.wq.lora_a.weight`\)"
-    ):
-        plan_consolidate(tmp_path, what=what)
-
-
 def test_numbers_that_no_model_has() -> None:
     """They are told before anything of their size is made."""
     geometry = Geometry(heads=4, groups=2, head_dim=4)
