@@ -12,18 +12,13 @@ from safetensors.torch import load_file
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import CONFIG, INDEX, WEIGHTS, fields
 from tests.mutations import places
-from tests.mutations.registry import CAUSAL, REWARD, RUN, SHARDED, breaks
+from tests.mutations.registry import CAUSAL, REWARD, RUN, SHARDED, Edit, breaks, enter
 
 
 @breaks("LT101", CAUSAL)
 def _truncated(folder: Path) -> None:
     content = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(content[:-100])
-
-
-@breaks("LT102", CAUSAL)
-def _pointer(folder: Path) -> None:
-    (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4632\n")
 
 
 @breaks("LT103", CAUSAL)
@@ -62,11 +57,6 @@ def _wrong_size(folder: Path) -> None:
     header, data = edit.read_parts(folder / WEIGHTS)
     header[f"{places.Q_PROJ}.lora_A.weight"]["dtype"] = "BF16"
     edit.write_parts(folder / WEIGHTS, header, data)
-
-
-@breaks("LT107", SHARDED)
-def _shard_missing(folder: Path) -> None:
-    (folder / "model-00002-of-00002.safetensors").unlink()
 
 
 @breaks("LT108", SHARDED)
@@ -119,45 +109,10 @@ def _tokenizer_out(folder: Path) -> None:
     (folder / "tokenizer_config.json").symlink_to(outside)
 
 
-@breaks("LT113", CAUSAL)
-def _empty_config(folder: Path) -> None:
-    (folder / CONFIG).write_bytes(b"")
-
-
-@breaks("LT113 trainer state", RUN)
-def _cut_trainer_state(folder: Path) -> None:
-    (folder / "trainer_state.json").write_text('{"global_step": 2, "log_hist')
-
-
-@breaks("LT114", SHARDED)
-def _stray(folder: Path) -> None:
-    shutil.copy(folder / "model-00001-of-00002.safetensors", folder / "model-00005-of-00005.safetensors")
-
-
-@breaks("LT115", CAUSAL)
-def _no_weights(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
-
-
 @breaks("LT113 tokenizer", REWARD)
 def _cut_tokenizer(folder: Path) -> None:
     text = (folder / "tokenizer.json").read_bytes()
     (folder / "tokenizer.json").write_bytes(text[: len(text) // 2])
-
-
-@breaks("LT113 large tokenizer", CAUSAL)
-def _cut_large_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text('{"model": "' + "x" * 2_000_000)
-
-
-@breaks("LT113 tokenizer's config", SHARDED)
-def _empty_tokenizer_config(folder: Path) -> None:
-    (folder / "tokenizer_config.json").write_text("")
-
-
-@breaks("LT113 manifest", CAUSAL)
-def _cut_manifest(folder: Path) -> None:
-    (folder / "lora_tool.json").write_text('{"schema_version": ')
 
 
 @breaks("LT115 shards", CAUSAL)
@@ -166,6 +121,36 @@ def _adapter_in_shards(folder: Path) -> None:
     (folder / f"{WEIGHTS}.index.json").write_text('{"weight_map": {}}')
 
 
-@breaks("LT113 of the base", CAUSAL, with_base=True)
-def _cut_generation_config(folder: Path) -> None:
-    (folder.parent / "base" / "generation_config.json").write_text('{"eos_token_id": ')
+enter(
+    __name__,
+    {
+        "LT102": Edit(
+            CAUSAL,
+            by=lambda folder: (folder / WEIGHTS).write_text(
+                "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4632\n"
+            ),
+        ),
+        "LT107": Edit(SHARDED, by=lambda folder: (folder / "model-00002-of-00002.safetensors").unlink()),
+        "LT113": Edit(CAUSAL, by=lambda folder: (folder / CONFIG).write_bytes(b"")),
+        "LT113 trainer state": Edit(
+            RUN, by=lambda folder: (folder / "trainer_state.json").write_text('{"global_step": 2, "log_hist')
+        ),
+        "LT114": Edit(
+            SHARDED,
+            by=lambda folder: shutil.copy(
+                folder / "model-00001-of-00002.safetensors", folder / "model-00005-of-00005.safetensors"
+            ),
+        ),
+        "LT115": Edit(CAUSAL, by=lambda folder: (folder / WEIGHTS).unlink()),
+        "LT113 large tokenizer": Edit(
+            CAUSAL, by=lambda folder: (folder / "tokenizer.json").write_text('{"model": "' + "x" * 2000000)
+        ),
+        "LT113 tokenizer's config": Edit(SHARDED, by=lambda folder: (folder / "tokenizer_config.json").write_text("")),
+        "LT113 manifest": Edit(CAUSAL, by=lambda folder: (folder / "lora_tool.json").write_text('{"schema_version": ')),
+        "LT113 of the base": Edit(
+            CAUSAL,
+            by=lambda folder: (folder.parent / "base" / "generation_config.json").write_text('{"eos_token_id": '),
+            with_base=True,
+        ),
+    },
+)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import raw, tensors
 from tests.mutations import places
-from tests.mutations.registry import CAUSAL, REWARD, breaks
+from tests.mutations.registry import CAUSAL, REWARD, Edit, breaks, enter
 
 
 @breaks("LT208", CAUSAL)
@@ -39,21 +39,6 @@ def _keep_rows_of(rank: int, folder: Path) -> None:
                 table[name] = replace(tensor, data=(before + kept).ljust(len(tensor.data), b"\0"))
 
 
-@breaks("LT227", CAUSAL)
-def _rows_of_the_first_rank(folder: Path) -> None:
-    _keep_rows_of(0, folder)
-
-
-@breaks("LT227 another rank", REWARD)
-def _rows_of_the_third_rank(folder: Path) -> None:
-    _keep_rows_of(2, folder)
-
-
-@breaks("LT208 reward", REWARD)
-def _only_the_head_was_trained(folder: Path) -> None:
-    _never_moved(folder)
-
-
 @breaks("LT228", CAUSAL)
 def _on_a_weight_that_is_read_directly(folder: Path) -> None:
     edit.renamed(folder, lambda name: name.replace("layers.0.self_attn.q_proj", "layers.0.mixer.dt_proj"))
@@ -65,36 +50,6 @@ def _on_a_weight_that_is_read_directly(folder: Path) -> None:
 def _head_of_zeros(folder: Path) -> None:
     with tensors(folder) as table:
         table[places.SCORE] = raw(*table[places.SCORE].shape, value=0.0)
-
-
-@breaks("LT209", CAUSAL)
-def _nan(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{places.Q_PROJ}.lora_A.weight"] = raw(4, 16, value=float("nan"))
-
-
-@breaks("LT209 in the head", REWARD)
-def _infinite_head(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[places.SCORE] = raw(1, 16, dtype="BF16", value=float("inf"))
-
-
-@breaks("LT219", CAUSAL)
-def _constant(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{places.Q_PROJ}.lora_A.weight"] = edit.filled(0.25, 4, 16)
-
-
-@breaks("LT219 zero A", REWARD)
-def _zero_a(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{places.Q_PROJ}.lora_A.weight"] = edit.filled(0.0, 4, 16)
-
-
-@breaks("LT219 B", REWARD)
-def _constant_b(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{places.Q_PROJ}.lora_B.weight"] = edit.filled(1.0, 16, 4)
 
 
 @breaks("LT220", CAUSAL)
@@ -120,7 +75,17 @@ def _large(folder: Path) -> None:
         table[name] = edit.scaled(table[name], 2.0**20)
 
 
-@breaks("LT220 in the head", REWARD)
-def _large_head(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[places.SCORE] = raw(1, 16, dtype="BF16", value=1024.0)
+enter(
+    __name__,
+    {
+        "LT227": Edit(CAUSAL, by=lambda folder: _keep_rows_of(0, folder)),
+        "LT227 another rank": Edit(REWARD, by=lambda folder: _keep_rows_of(2, folder)),
+        "LT208 reward": Edit(REWARD, by=_never_moved),
+        "LT209": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.weight": raw(4, 16, value=float("nan"))}),
+        "LT209 in the head": Edit(REWARD, tensors={"{SCORE}": raw(1, 16, dtype="BF16", value=float("inf"))}),
+        "LT219": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.weight": edit.filled(0.25, 4, 16)}),
+        "LT219 zero A": Edit(REWARD, tensors={"{Q_PROJ}.lora_A.weight": edit.filled(0.0, 4, 16)}),
+        "LT219 B": Edit(REWARD, tensors={"{Q_PROJ}.lora_B.weight": edit.filled(1.0, 16, 4)}),
+        "LT220 in the head": Edit(REWARD, tensors={"{SCORE}": raw(1, 16, dtype="BF16", value=1024.0)}),
+    },
+)

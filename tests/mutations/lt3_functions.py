@@ -5,25 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.checkpoint_edits import fields
-from tests.mutations.registry import MODEL, SHARDED, breaks
-
-
-@breaks("LT324", MODEL)
-def _unknown_activation(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        config["hidden_act"] = "swilu"
-
-
-@breaks("LT324 rope", SHARDED)
-def _unknown_rope(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        config["rope_parameters"] = {"rope_type": "yarm", "factor": 2.0, "rope_theta": 1e4}
-
-
-@breaks("LT324 rope without its factor", SHARDED)
-def _rope_without_its_factor(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4}
+from tests.mutations.registry import MODEL, SHARDED, Edit, breaks, enter
 
 
 @breaks("LT324 layers", MODEL)
@@ -38,19 +20,20 @@ def _layers_for_another_depth(folder: Path) -> None:
         config["layer_types"] = ["full_attention"] * (config["num_hidden_layers"] + 1)
 
 
-@breaks("LT324 code", MODEL)
-def _null_code(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        config["auto_map"] = None
-
-
-@breaks("LT324 attention", MODEL)
-def _unknown_attention(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        config["_attn_implementation"] = "flash_atention_2"
-
-
-@breaks("LT324 no method", MODEL)
-def _quantised_by_nothing(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        config["quantization_config"] = {}
+enter(
+    __name__,
+    {
+        "LT324": Edit(MODEL, file="config.json", config={"hidden_act": "swilu"}),
+        "LT324 rope": Edit(
+            SHARDED,
+            file="config.json",
+            config={"rope_parameters": {"rope_type": "yarm", "factor": 2.0, "rope_theta": 10000.0}},
+        ),
+        "LT324 rope without its factor": Edit(
+            SHARDED, file="config.json", config={"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0}}
+        ),
+        "LT324 code": Edit(MODEL, file="config.json", config={"auto_map": None}),
+        "LT324 attention": Edit(MODEL, file="config.json", config={"_attn_implementation": "flash_atention_2"}),
+        "LT324 no method": Edit(MODEL, file="config.json", config={"quantization_config": {}}),
+    },
+)

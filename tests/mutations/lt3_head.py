@@ -7,29 +7,13 @@ from pathlib import Path
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import fields, lora, raw, tensors
 from tests.mutations import places
-from tests.mutations.registry import CAUSAL, REWARD, RUN, breaks
+from tests.mutations.registry import CAUSAL, REWARD, RUN, Edit, breaks, enter
 
 
 @breaks("LT301", REWARD)
 def _no_head(folder: Path) -> None:
     with tensors(folder) as table:
         del table[places.SCORE]
-
-
-@breaks("LT301 trained without a task type", REWARD, with_base=True)
-def _no_head_and_no_task(folder: Path) -> None:
-    _no_head(folder)
-    with fields(folder) as config:
-        config |= {"task_type": None, "modules_to_save": None}
-        config["auto_mapping"] = {
-            "base_model_class": "Qwen2ForSequenceClassification",
-            "parent_library": "transformers",
-        }
-
-
-@breaks("LT301 in a run", RUN)
-def _no_head_in_run(folder: Path) -> None:
-    _no_head(folder)
 
 
 @breaks("LT301 by class", REWARD)
@@ -43,11 +27,6 @@ def _no_head_of_the_class(folder: Path) -> None:
         }
 
 
-@breaks("LT301 by class with a base", REWARD, with_base=True)
-def _no_head_of_the_class_with_base(folder: Path) -> None:
-    _no_head_of_the_class(folder)
-
-
 @breaks("LT302", REWARD)
 def _lora_on_head(folder: Path) -> None:
     with tensors(folder) as table:
@@ -58,67 +37,46 @@ def _lora_on_head(folder: Path) -> None:
         config["target_modules"].append("score")
 
 
-@breaks("LT302 without a task", REWARD)
-def _lora_on_head_no_task(folder: Path) -> None:
-    _lora_on_head(folder)
-    with fields(folder) as config:
-        config["task_type"] = None
-
-
-@breaks("LT302 with a base", REWARD, with_base=True)
-def _lora_on_head_with_base(folder: Path) -> None:
-    _lora_on_head(folder)
-
-
-@breaks("LT303", REWARD, num_labels=5)
-def _other_number_of_labels(folder: Path) -> None:
-    assert folder.is_dir()  # nothing is wrong with the folder but what is asked of it
-
-
-@breaks("LT303 reward", REWARD, task="reward")
-def _five_rows(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[places.SCORE] = raw(5, 16, dtype="BF16")
-
-
-@breaks("LT303 base", REWARD, with_base=True)
-def _base_of_three_labels(folder: Path) -> None:
-    edit.as_classifier(folder.parent / "base", labels=3, rows=3)
-
-
-@breaks("LT304", REWARD)
-def _causal_task(folder: Path) -> None:
-    with fields(folder) as config:
-        config["task_type"] = "CAUSAL_LM"
-
-
-@breaks("LT304 no task", REWARD)
-def _no_task(folder: Path) -> None:
-    with fields(folder) as config:
-        config["task_type"] = None
-
-
-@breaks("LT304 asked for", CAUSAL, task="reward")
-def _not_a_reward_model(folder: Path) -> None:
-    assert folder.is_dir()
-
-
-@breaks("LT304 base", CAUSAL, with_base=True)
-def _base_of_another_class(folder: Path) -> None:
-    with fields(folder.parent / "base", "config.json") as config:
-        config["architectures"] = ["LlamaForSequenceClassification"]
-
-
-@breaks("LT304 another task", REWARD, task="token-cls")
-def _not_a_token_classifier(folder: Path) -> None:
-    assert folder.is_dir()
-
-
-@breaks("LT304 trained class", REWARD, task="causal-lm")
-def _no_causal_class(folder: Path) -> None:
-    with fields(folder) as config:
-        config["task_type"] = None
-        config["auto_mapping"] = {
-            "base_model_class": "Qwen2ForSequenceClassification",
-            "parent_library": "transformers.models.qwen2.modeling_qwen2",
-        }
+enter(
+    __name__,
+    {
+        "LT301 trained without a task type": Edit(
+            REWARD,
+            by=_no_head,
+            config={
+                "task_type": None,
+                "modules_to_save": None,
+                "auto_mapping": {
+                    "base_model_class": "Qwen2ForSequenceClassification",
+                    "parent_library": "transformers",
+                },
+            },
+            with_base=True,
+        ),
+        "LT301 in a run": Edit(RUN, by=_no_head),
+        "LT301 by class with a base": Edit(REWARD, by=_no_head_of_the_class, with_base=True),
+        "LT302 without a task": Edit(REWARD, by=_lora_on_head, config={"task_type": None}),
+        "LT302 with a base": Edit(REWARD, by=_lora_on_head, with_base=True),
+        "LT303": Edit(REWARD, options={"num_labels": 5}),
+        "LT303 reward": Edit(REWARD, tensors={"{SCORE}": raw(5, 16, dtype="BF16")}, options={"task": "reward"}),
+        "LT303 base": Edit(
+            REWARD, by=lambda folder: edit.as_classifier(folder.parent / "base", labels=3, rows=3), with_base=True
+        ),
+        "LT304": Edit(REWARD, config={"task_type": "CAUSAL_LM"}),
+        "LT304 no task": Edit(REWARD, config={"task_type": None}),
+        "LT304 asked for": Edit(CAUSAL, options={"task": "reward"}),
+        "LT304 base": Edit(CAUSAL, base={"architectures": ["LlamaForSequenceClassification"]}, with_base=True),
+        "LT304 another task": Edit(REWARD, options={"task": "token-cls"}),
+        "LT304 trained class": Edit(
+            REWARD,
+            config={
+                "task_type": None,
+                "auto_mapping": {
+                    "base_model_class": "Qwen2ForSequenceClassification",
+                    "parent_library": "transformers.models.qwen2.modeling_qwen2",
+                },
+            },
+            options={"task": "causal-lm"},
+        ),
+    },
+)

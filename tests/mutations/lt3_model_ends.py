@@ -4,54 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_tool.checkpoints import open_model
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import fields, raw, tensors
-from tests.mutations.registry import CAUSAL, CAUSAL_MERGED, MODEL, REWARD, SHARDED, breaks
-
-
-@breaks("LT306", MODEL)
-def _model_without_pad(folder: Path) -> None:
-    edit.as_classifier(folder, pad=None)
+from tests.mutations.registry import CAUSAL, CAUSAL_MERGED, MODEL, REWARD, SHARDED, Edit, breaks, enter
 
 
 @breaks("LT306 tokenizer", REWARD, quiet=True)
 def _tokenizer_without_pad(folder: Path) -> None:
     with fields(folder, "tokenizer_config.json") as config:
         del config["pad_token"]
-
-
-@breaks("LT307", MODEL)
-def _classifier_without_head(folder: Path) -> None:
-    edit.as_classifier(folder)
-    with tensors(folder, "model.safetensors") as table:
-        del table["score.weight"]
-
-
-@breaks("LT307 causal with a head", MODEL)
-def _causal_with_head(folder: Path) -> None:
-    edit.as_classifier(folder)
-    with fields(folder, "config.json") as config:
-        config["architectures"] = ["Qwen2ForCausalLM"]
-
-
-@breaks("LT308", MODEL)
-def _default_labels(folder: Path) -> None:
-    edit.as_classifier(folder, labels=None)
-
-
-@breaks("LT308 three", MODEL)
-def _three_labels(folder: Path) -> None:
-    edit.as_classifier(folder, labels=3)
-
-
-@breaks("LT308 bias", MODEL)
-def _bias_of_another_head(folder: Path) -> None:
-    edit.as_classifier(folder, labels=3, rows=3)
-    with tensors(folder, "model.safetensors") as table:
-        table["score.bias"] = raw(2, dtype="BF16")
-    with fields(folder, "config.json") as config:
-        config["architectures"] = ["Qwen2ForTokenClassification"]
 
 
 @breaks("LT308 answers", MODEL)
@@ -61,38 +22,6 @@ def _one_row_for_answers(folder: Path) -> None:
         table["qa_outputs.weight"] = table.pop("score.weight")
     with fields(folder, "config.json") as config:
         config["architectures"] = ["Qwen2ForQuestionAnswering"]
-
-
-@breaks("LT312", MODEL, task="reward")
-def _causal_asked_as_reward(folder: Path) -> None:
-    assert open_model(folder).config is not None  # as it is: a causal LM
-
-
-@breaks("LT312 labels, no class", MODEL, num_labels=3)
-def _no_class_asked_as_classifier(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        del config["architectures"]
-
-
-@breaks("LT309", MODEL)
-def _pad_id_beyond(folder: Path) -> None:
-    edit.as_classifier(folder, pad=304)
-
-
-@breaks("LT309 causal", MODEL)
-def _pad_id_of_a_causal_model(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        config["pad_token_id"] = 304
-
-
-@breaks("LT309 tokenizer", MODEL)
-def _pad_token_beyond(folder: Path) -> None:
-    _add_pad_token(folder)
-
-
-@breaks("LT309 adapter", CAUSAL, with_base=True)
-def _pad_token_beyond_the_base(folder: Path) -> None:
-    _add_pad_token(folder)
 
 
 @breaks("LT309 old tokenizer", REWARD, with_base=True)
@@ -131,18 +60,39 @@ def _fewer_layers(folder: Path) -> None:
         config["num_hidden_layers"] = 4
 
 
-@breaks("LT310 in the base", CAUSAL, with_base=True)
-def _base_with_fewer_layers(folder: Path) -> None:
-    _fewer_layers(folder.parent / "base")
-
-
-@breaks("LT310 vocabulary", MODEL)
-def _other_vocabulary(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        config["vocab_size"] = 320
-
-
 @breaks("LT320", CAUSAL_MERGED)
 def _forget_the_end_of_a_turn(folder: Path) -> None:
     with fields(folder, "generation_config.json") as config:
         config["eos_token_id"] = 2
+
+
+enter(
+    __name__,
+    {
+        "LT306": Edit(MODEL, by=lambda folder: edit.as_classifier(folder, pad=None)),
+        "LT307": Edit(MODEL, by=edit.as_classifier, removed=["score.weight"]),
+        "LT307 causal with a head": Edit(
+            MODEL,
+            by=edit.as_classifier,
+            file="config.json",
+            config={"architectures": ["Qwen2ForCausalLM"]},
+        ),
+        "LT308": Edit(MODEL, by=lambda folder: edit.as_classifier(folder, labels=None)),
+        "LT308 three": Edit(MODEL, by=lambda folder: edit.as_classifier(folder, labels=3)),
+        "LT308 bias": Edit(
+            MODEL,
+            by=lambda folder: edit.as_classifier(folder, labels=3, rows=3),
+            file="config.json",
+            config={"architectures": ["Qwen2ForTokenClassification"]},
+            tensors={"score.bias": raw(2, dtype="BF16")},
+        ),
+        "LT312": Edit(MODEL, options={"task": "reward"}),
+        "LT312 labels, no class": Edit(MODEL, file="config.json", without=["architectures"], options={"num_labels": 3}),
+        "LT309": Edit(MODEL, by=lambda folder: edit.as_classifier(folder, pad=304)),
+        "LT309 causal": Edit(MODEL, file="config.json", config={"pad_token_id": 304}),
+        "LT309 tokenizer": Edit(MODEL, by=_add_pad_token),
+        "LT309 adapter": Edit(CAUSAL, by=_add_pad_token, with_base=True),
+        "LT310 in the base": Edit(CAUSAL, by=lambda folder: _fewer_layers(folder.parent / "base"), with_base=True),
+        "LT310 vocabulary": Edit(MODEL, file="config.json", config={"vocab_size": 320}),
+    },
+)

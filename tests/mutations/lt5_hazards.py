@@ -10,7 +10,7 @@ from lora_tool.checkpoints import open_model
 from lora_tool.formats.manifest import fingerprint
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import INDEX, fields, lora, tensors, trained_tokens
-from tests.mutations.registry import CAUSAL, breaks, merged_in
+from tests.mutations.registry import CAUSAL, Edit, breaks, enter, merged_in
 
 
 def record(folder: Path, base: Path) -> None:
@@ -43,25 +43,6 @@ def _base_that_is_not_named(folder: Path) -> None:
         config["base_model_name_or_path"] = str(folder.parent / "named")
 
 
-@breaks("LT521", CAUSAL, quiet=True)
-def _base_that_moved(folder: Path) -> None:
-    shutil.copytree(folder.parent / "base", folder.parent / "llama")
-    with fields(folder) as config:
-        config["base_model_name_or_path"] = "/where/it/was/trained/llama"
-
-
-@breaks("LT521 windows", CAUSAL, quiet=True)
-def _base_that_moved_from_windows(folder: Path) -> None:
-    shutil.copytree(folder.parent / "base", folder.parent / "llama")
-    with fields(folder) as config:
-        config["base_model_name_or_path"] = "C:\\models\\llama"
-
-
-@breaks("LT507 unreadable", CAUSAL)
-def _norecord(folder: Path) -> None:
-    (folder / "lora_tool_train.json").write_text("[]")
-
-
 @breaks("LT508", CAUSAL, with_base=True, quiet=True)
 def _lora_on_tied_end(folder: Path) -> None:
     base = folder.parent / "base"
@@ -71,11 +52,6 @@ def _lora_on_tied_end(folder: Path) -> None:
         table.update(lora("lm_head", rows=304, columns=16))
     with fields(folder) as config:
         config["target_modules"].append("lm_head")
-
-
-@breaks("LT509", CAUSAL, with_base=True)
-def _token_beyond_the_vocabulary(folder: Path) -> None:
-    trained_tokens(folder, [304], rows=1)
 
 
 @breaks("LT510", CAUSAL, with_base=True)
@@ -95,3 +71,24 @@ def _base_that_holds_it(folder: Path) -> None:
     merged = merged_in(folder.parent)
     shutil.rmtree(folder.parent / "base")
     merged.rename(folder.parent / "base")
+
+
+enter(
+    __name__,
+    {
+        "LT521": Edit(
+            CAUSAL,
+            by=lambda folder: shutil.copytree(folder.parent / "base", folder.parent / "llama"),
+            config={"base_model_name_or_path": "/where/it/was/trained/llama"},
+            quiet=True,
+        ),
+        "LT521 windows": Edit(
+            CAUSAL,
+            by=lambda folder: shutil.copytree(folder.parent / "base", folder.parent / "llama"),
+            config={"base_model_name_or_path": "C:\\models\\llama"},
+            quiet=True,
+        ),
+        "LT507 unreadable": Edit(CAUSAL, by=lambda folder: (folder / "lora_tool_train.json").write_text("[]")),
+        "LT509": Edit(CAUSAL, by=lambda folder: trained_tokens(folder, [304], rows=1), with_base=True),
+    },
+)

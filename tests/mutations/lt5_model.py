@@ -7,55 +7,13 @@ from pathlib import Path
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import INDEX, PREFIX, fields, lora_on_embeddings, raw, tensors
 from tests.mutations import places
-from tests.mutations.registry import CAUSAL, REWARD, breaks
-
-
-@breaks("LT504", CAUSAL, with_base=True)
-def _smaller_vocabulary(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{PREFIX}model.embed_tokens.weight"] = raw(290, 16)
-    with fields(folder) as config:
-        config["modules_to_save"] = ["embed_tokens"]
-
-
-@breaks("LT504 under LoRA", CAUSAL, with_base=True)
-def _lora_on_another_vocabulary(folder: Path) -> None:
-    lora_on_embeddings(folder, rows=310)
-
-
-@breaks("LT504 torn", CAUSAL, with_base=True)
-def _ends_of_two_vocabularies(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{PREFIX}model.embed_tokens.weight"] = raw(310, 16)
-        table[f"{PREFIX}lm_head.weight"] = raw(312, 16)
-    with fields(folder) as config:
-        config["modules_to_save"] = ["embed_tokens", "lm_head"]
-
-
-@breaks("LT504 one end", CAUSAL, with_base=True)
-def _new_rows_of_one_end(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{PREFIX}model.embed_tokens.weight"] = raw(310, 16)
-    with fields(folder) as config:
-        config["modules_to_save"] = ["embed_tokens"]
-
-
-@breaks("LT513 bias", REWARD, with_base=True)
-def _head_bias_without_place(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{PREFIX}score.bias"] = raw(1)
+from tests.mutations.registry import CAUSAL, REWARD, Edit, breaks, enter
 
 
 @breaks("LT513", REWARD, with_base=True)
 def _head_under_another_name(folder: Path) -> None:
     with tensors(folder) as table:
         table[f"{PREFIX}classifier.weight"] = table.pop(places.SCORE)
-
-
-@breaks("LT513 labels", REWARD, with_base=True)
-def _bias_of_other_labels(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{PREFIX}score.bias"] = raw(2)
 
 
 @breaks("LT514", CAUSAL, with_base=True)
@@ -90,6 +48,30 @@ def _lose(base: Path, name: str) -> None:
         del table[name]
 
 
-@breaks("LT515", CAUSAL, with_base=True)
-def _base_without_a_norm(folder: Path) -> None:
-    _lose(folder.parent / "base", "model.norm.weight")
+enter(
+    __name__,
+    {
+        "LT504": Edit(
+            CAUSAL,
+            config={"modules_to_save": ["embed_tokens"]},
+            tensors={"{PREFIX}model.embed_tokens.weight": raw(290, 16)},
+            with_base=True,
+        ),
+        "LT504 under LoRA": Edit(CAUSAL, by=lambda folder: lora_on_embeddings(folder, rows=310), with_base=True),
+        "LT504 torn": Edit(
+            CAUSAL,
+            config={"modules_to_save": ["embed_tokens", "lm_head"]},
+            tensors={"{PREFIX}model.embed_tokens.weight": raw(310, 16), "{PREFIX}lm_head.weight": raw(312, 16)},
+            with_base=True,
+        ),
+        "LT504 one end": Edit(
+            CAUSAL,
+            config={"modules_to_save": ["embed_tokens"]},
+            tensors={"{PREFIX}model.embed_tokens.weight": raw(310, 16)},
+            with_base=True,
+        ),
+        "LT513 bias": Edit(REWARD, tensors={"{PREFIX}score.bias": raw(1)}, with_base=True),
+        "LT513 labels": Edit(REWARD, tensors={"{PREFIX}score.bias": raw(2)}, with_base=True),
+        "LT515": Edit(CAUSAL, by=lambda folder: _lose(folder.parent / "base", "model.norm.weight"), with_base=True),
+    },
+)

@@ -6,21 +6,7 @@ from pathlib import Path
 
 from tests.checkpoint_edits import raw
 from tests.mutations.merged_models import NORM, base_of, weights, without_manifest
-from tests.mutations.registry import CAUSAL_MERGED, breaks
-
-
-@breaks("LT621", CAUSAL_MERGED, with_base=True, adapters=())
-def _lost_beside_the_base(folder: Path) -> None:
-    without_manifest(folder, unknown=True)
-    with weights(folder) as table:
-        del table[NORM]
-
-
-@breaks("LT622", CAUSAL_MERGED, with_base=True, adapters=())
-def _new_bias(folder: Path) -> None:
-    without_manifest(folder, unknown=True)
-    with weights(folder) as table:
-        table["model.layers.0.self_attn.q_proj.bias"] = raw(16)
+from tests.mutations.registry import CAUSAL_MERGED, Edit, breaks, enter
 
 
 @breaks("LT623", CAUSAL_MERGED, with_base=True, adapters=())
@@ -36,3 +22,24 @@ def _renamed_base(folder: Path) -> None:
     without_manifest(folder)
     with weights(folder) as table:
         table.update(base_of(folder))
+
+
+enter(
+    __name__,
+    {
+        "LT621": Edit(
+            CAUSAL_MERGED,
+            by=lambda folder: without_manifest(folder, unknown=True),
+            removed=[NORM],
+            with_base=True,
+            options={"adapters": ()},
+        ),
+        "LT622": Edit(
+            CAUSAL_MERGED,
+            by=lambda folder: without_manifest(folder, unknown=True),
+            tensors={"model.layers.0.self_attn.q_proj.bias": raw(16)},
+            with_base=True,
+            options={"adapters": ()},
+        ),
+    },
+)

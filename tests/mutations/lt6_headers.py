@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.checkpoint_edits import PREFIX, Raw, fields, raw
 from tests.mutations.merged_models import NORM, Q_PROJ, SCORE, numbers, stored, weights, without_manifest
-from tests.mutations.registry import CAUSAL_MERGED, MERGED, breaks
+from tests.mutations.registry import CAUSAL_MERGED, MERGED, Edit, breaks, enter
 
 
 @breaks("LT601", MERGED, verified=True)
@@ -20,23 +20,6 @@ def _unmerged(folder: Path) -> None:
 def _missing(folder: Path) -> None:
     with weights(folder) as table:
         del table[NORM]
-
-
-@breaks("LT602 by the manifest", MERGED)
-def _missing_in_manifest(folder: Path) -> None:
-    _missing(folder)
-
-
-@breaks("LT603", MERGED, verified=True)
-def _extra(folder: Path) -> None:
-    with weights(folder) as table:
-        table["v_head.summary.weight"] = raw(1, 16)
-
-
-@breaks("LT604", MERGED, verified=True)
-def _other_shape(folder: Path) -> None:
-    with weights(folder) as table:
-        table[NORM] = raw(8, dtype="BF16")
 
 
 @breaks("LT604 other type", MERGED, verified=True, quiet=True)
@@ -56,11 +39,6 @@ def _no_head(folder: Path) -> None:
         config["architectures"] = ["Qwen2ForCausalLM"]
 
 
-@breaks("LT613 by the manifest", MERGED)
-def _no_head_in_manifest(folder: Path) -> None:
-    _no_head(folder)
-
-
 @breaks("LT615", MERGED, verified=True)
 def _no_template(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
@@ -72,18 +50,6 @@ def _no_template(folder: Path) -> None:
 def _other_rotary_base(folder: Path) -> None:
     with fields(folder, "config.json") as config:
         config["rope_parameters"]["rope_theta"] = 500000.0
-
-
-@breaks("LT616 class", CAUSAL_MERGED, verified=True)
-def _other_class(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        config["architectures"] = ["LlamaModel"]
-
-
-@breaks("LT616 no class", MERGED, verified=True)
-def _no_class(folder: Path) -> None:
-    with fields(folder, "config.json") as config:
-        del config["architectures"]
 
 
 @breaks("LT617", MERGED, verified=True)
@@ -100,8 +66,22 @@ def _no_tokenizer(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-@breaks("LT616 beside the base", CAUSAL_MERGED, with_base=True, adapters=())
-def _other_epsilon(folder: Path) -> None:
-    without_manifest(folder)
-    with fields(folder, "config.json") as config:
-        config["rms_norm_eps"] = 1.0
+enter(
+    __name__,
+    {
+        "LT602 by the manifest": Edit(MERGED, by=_missing),
+        "LT603": Edit(MERGED, tensors={"v_head.summary.weight": raw(1, 16)}, verified=True),
+        "LT604": Edit(MERGED, tensors={NORM: raw(8, dtype="BF16")}, verified=True),
+        "LT613 by the manifest": Edit(MERGED, by=_no_head),
+        "LT616 class": Edit(CAUSAL_MERGED, file="config.json", config={"architectures": ["LlamaModel"]}, verified=True),
+        "LT616 no class": Edit(MERGED, file="config.json", without=["architectures"], verified=True),
+        "LT616 beside the base": Edit(
+            CAUSAL_MERGED,
+            by=without_manifest,
+            file="config.json",
+            config={"rms_norm_eps": 1.0},
+            with_base=True,
+            options={"adapters": ()},
+        ),
+    },
+)

@@ -22,7 +22,7 @@ from tests.mutations.merged_models import (
     stored,
     weights,
 )
-from tests.mutations.registry import CAUSAL_MERGED, MERGED, breaks, merged_in
+from tests.mutations.registry import CAUSAL_MERGED, MERGED, Edit, breaks, enter, merged_in
 
 
 @breaks("LT605", MERGED, verified=True)
@@ -86,31 +86,6 @@ def _not_a_number(folder: Path) -> None:
         table[f"{Q_PROJ}.weight"] = stored(values, tensor)
 
 
-@breaks("LT609", MERGED, verified=True)
-def _twice(folder: Path) -> None:
-    remerged(folder, lambda _name, delta: 2 * delta)
-
-
-@breaks("LT610", MERGED, verified=True)
-def _scaling_left_out(folder: Path) -> None:
-    remerged(folder, lambda _name, delta: delta / 2)
-
-
-@breaks("LT610 one tensor", MERGED, verified=True)
-def _one_other_scaling(folder: Path) -> None:
-    remerged(folder, lambda name, delta: 1.2 * delta if name == f"{Q_PROJ}.weight" else delta)
-
-
-@breaks("LT610 subtracted", CAUSAL_MERGED, verified=True)
-def _subtracted(folder: Path) -> None:
-    remerged(folder, lambda _name, delta: -delta)
-
-
-@breaks("LT611", MERGED, verified=True)
-def _transposed(folder: Path) -> None:
-    remerged(folder, lambda name, delta: delta.T if name == f"{Q_PROJ}.weight" else delta)
-
-
 @breaks("LT612", MERGED, verified=True)
 def _of_another_run(folder: Path) -> None:
     noise = np.random.default_rng(5)
@@ -125,21 +100,6 @@ def _of_another_run(folder: Path) -> None:
 def _random_head(folder: Path) -> None:
     with weights(folder) as table:
         table[SCORE] = raw(*table[SCORE].shape, dtype="BF16")
-
-
-@breaks("LT605 by its bytes", MERGED, with_base=True)
-def _one_bit_by_bytes(folder: Path) -> None:
-    _one_bit(folder)
-
-
-@breaks("LT606 by its bytes", MERGED, with_base=True)
-def _one_forgotten_by_bytes(folder: Path) -> None:
-    _one_forgotten(folder)
-
-
-@breaks("LT607 by its bytes", MERGED, with_base=True)
-def _nothing_merged_by_bytes(folder: Path) -> None:
-    _nothing_merged(folder)
 
 
 @breaks("LT614 by its bytes", CAUSAL_MERGED, with_base=True)
@@ -192,3 +152,30 @@ def _trained_on_swapped_columns(folder: Path) -> None:
         name = next(name for name in table if name.endswith("score.weight"))
         table[name] = stored(-numbers(table[name]), table[name])
     merged_in(folder.parent)
+
+
+enter(
+    __name__,
+    {
+        "LT609": Edit(MERGED, by=lambda folder: remerged(folder, lambda _name, delta: 2 * delta), verified=True),
+        "LT610": Edit(MERGED, by=lambda folder: remerged(folder, lambda _name, delta: delta / 2), verified=True),
+        "LT610 one tensor": Edit(
+            MERGED,
+            by=lambda folder: remerged(
+                folder, lambda name, delta: 1.2 * delta if name == f"{Q_PROJ}.weight" else delta
+            ),
+            verified=True,
+        ),
+        "LT610 subtracted": Edit(
+            CAUSAL_MERGED, by=lambda folder: remerged(folder, lambda _name, delta: -delta), verified=True
+        ),
+        "LT611": Edit(
+            MERGED,
+            by=lambda folder: remerged(folder, lambda name, delta: delta.T if name == f"{Q_PROJ}.weight" else delta),
+            verified=True,
+        ),
+        "LT605 by its bytes": Edit(MERGED, by=_one_bit, with_base=True),
+        "LT606 by its bytes": Edit(MERGED, by=_one_forgotten, with_base=True),
+        "LT607 by its bytes": Edit(MERGED, by=_nothing_merged, with_base=True),
+    },
+)

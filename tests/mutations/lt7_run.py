@@ -3,100 +3,40 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.checkpoint_edits import WEIGHTS, fields
-from tests.mutations.registry import RUN, WHOLE_RUN, breaks
+from tests.mutations.registry import RUN, WHOLE_RUN, Edit, breaks, enter
 
-NAN = float("nan")
-
-
-def _log(folder: Path, *entries: Mapping[str, float]) -> None:
-    """Replace the log of a checkpoint, its steps counted from 1."""
-    with fields(folder, "trainer_state.json") as state:
-        state["log_history"] = [{"step": at, "epoch": at / 10, **entry} for at, entry in enumerate(entries, 1)]
-
-
-@breaks("LT701", RUN)
-def _gradient_nan(folder: Path) -> None:
-    _log(folder, {"loss": 0.7, "grad_norm": 0.5}, {"loss": 0.6, "grad_norm": NAN})
-
-
-@breaks("LT701 loss", RUN)
-def _loss_nan(folder: Path) -> None:
-    _log(folder, {"loss": 0.7, "grad_norm": 0.5}, {"loss": NAN, "grad_norm": NAN}, {"loss": NAN, "grad_norm": NAN})
-
-
-@breaks("LT701 recovered", RUN)
-def _loss_recovered(folder: Path) -> None:
-    _log(folder, {"loss": NAN}, {"loss": 0.7})
-
-
-@breaks("LT701 infinite gradients", RUN)
-def _gradient_infinite(folder: Path) -> None:
-    _log(folder, {"loss": 0.7, "grad_norm": float("inf")}, {"loss": 0.6, "grad_norm": float("inf")})
+NAN, INFINITE = float("nan"), float("inf")
+GOOD = {"loss": 0.7, "grad_norm": 0.5}
+SAME_REWARD = {"loss": 0.0, "grad_norm": 0.0, "reward": 1.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
+CLIPPED = {"loss": 0.0, "grad_norm": 0.2, "reward": 1.0, "completions/clipped_ratio": 1.0}
+LOGS: Mapping[str, Sequence[Mapping[str, float]]] = {
+    "LT701": [GOOD, {"loss": 0.6, "grad_norm": NAN}],
+    "LT701 loss": [GOOD, *[{"loss": NAN, "grad_norm": NAN}] * 2],
+    "LT701 recovered": [{"loss": NAN}, {"loss": 0.7}],
+    "LT701 infinite gradients": [{"loss": 0.7, "grad_norm": INFINITE}, {"loss": 0.6, "grad_norm": INFINITE}],
+    "LT701 evaluation": [GOOD, {"eval_loss": NAN}],
+    "LT701 skipped by the scaler": [{"loss": 0.7, "grad_norm": INFINITE}, {"loss": 0.6, "grad_norm": 0.5}],
+    "LT702": [GOOD, {"loss": 0.0, "grad_norm": NAN}],
+    "LT702 in GRPO": [{"loss": 0.0, "grad_norm": norm, "reward": 1.0} for norm in (0.2, NAN)],
+    "LT702 without norms": [{"loss": 0.7}, {"loss": 0.0}, {"loss": 0.0}],
+    "LT703": [{"loss": 0.693, "grad_norm": 6e-8, "rewards/margins": 0.0}] * 3,
+    "LT703 in GRPO": [SAME_REWARD] * 2,
+    "LT703 towards the end": [{"loss": 4.6, "grad_norm": 0.2}, *[{"loss": 4.56, "grad_norm": 0.0}] * 3],
+    "LT703 learning rate": [{**GOOD, "learning_rate": 0.0}] * 3,
+    "LT704": [*({"loss": 2.0 - at / 20, "grad_norm": 1.0} for at in range(20)), *[{"loss": 9.8}] * 6],
+    "LT704 short": [{"loss": 0.7}, {"loss": 0.6}, {"loss": 40.0}],
+    "LT704 worse than at the beginning": [*({"loss": 8.0 - at / 4} for at in range(28)), *[{"loss": 9.0}] * 8],
+    "LT707": [CLIPPED] * 3,
+}
+"""The log of a checkpoint, its steps counted from 1."""
 
 
-@breaks("LT701 evaluation", RUN)
-def _evaluation_nan(folder: Path) -> None:
-    _log(folder, {"loss": 0.7, "grad_norm": 0.5}, {"eval_loss": NAN})
-
-
-@breaks("LT701 skipped by the scaler", RUN, quiet=True)
-def _skipped_step(folder: Path) -> None:
-    _log(folder, {"loss": 0.7, "grad_norm": float("inf")}, {"loss": 0.6, "grad_norm": 0.5})
-
-
-@breaks("LT702", RUN)
-def _loss_masked(folder: Path) -> None:
-    _log(folder, {"loss": 0.7, "grad_norm": 0.5}, {"loss": 0.0, "grad_norm": NAN})
-
-
-@breaks("LT702 in GRPO", RUN)
-def _loss_masked_online(folder: Path) -> None:
-    _log(folder, {"loss": 0.0, "grad_norm": 0.2, "reward": 1.0}, {"loss": 0.0, "grad_norm": NAN, "reward": 1.0})
-
-
-@breaks("LT702 without norms", RUN)
-def _loss_masked_without_norms(folder: Path) -> None:
-    _log(folder, {"loss": 0.7}, {"loss": 0.0}, {"loss": 0.0})
-
-
-@breaks("LT703", RUN)
-def _no_gradient(folder: Path) -> None:
-    _log(folder, *({"loss": 0.693, "grad_norm": 6e-8, "rewards/margins": 0.0} for _ in range(3)))
-
-
-@breaks("LT703 in GRPO", RUN)
-def _constant_reward(folder: Path) -> None:
-    entry = {"loss": 0.0, "grad_norm": 0.0, "reward": 1.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
-    _log(folder, entry, entry)
-
-
-@breaks("LT703 towards the end", RUN)
-def _saturated(folder: Path) -> None:
-    _log(folder, {"loss": 4.6, "grad_norm": 0.2}, *({"loss": 4.56, "grad_norm": 0.0} for _ in range(3)))
-
-
-@breaks("LT703 learning rate", RUN)
-def _no_learning_rate(folder: Path) -> None:
-    _log(folder, *({"loss": 0.7, "grad_norm": 0.5, "learning_rate": 0.0} for _ in range(3)))
-
-
-@breaks("LT704", RUN)
-def _diverged(folder: Path) -> None:
-    _log(folder, *({"loss": 2.0 - at / 20, "grad_norm": 1.0} for at in range(20)), *({"loss": 9.8} for _ in range(6)))
-
-
-@breaks("LT704 short", RUN)
-def _diverged_in_a_short_log(folder: Path) -> None:
-    _log(folder, {"loss": 0.7}, {"loss": 0.6}, {"loss": 40.0})
-
-
-@breaks("LT704 worse than at the beginning", RUN)
-def _diverged_from_its_best(folder: Path) -> None:
-    _log(folder, *({"loss": 8.0 - at / 4} for at in range(28)), *({"loss": 9.0} for _ in range(8)))
+def _history(entries: Sequence[Mapping[str, float]]) -> dict[str, object]:
+    return {"log_history": [{"step": at, "epoch": at / 10, **entry} for at, entry in enumerate(entries, 1)]}
 
 
 @breaks("LT705", WHOLE_RUN)
@@ -112,27 +52,28 @@ def _early_stopping(folder: Path) -> None:
         state["max_steps"] = 100
 
 
-@breaks("LT706", RUN)
-def _state_of_another_step(folder: Path) -> None:
-    with fields(folder, "trainer_state.json") as state:
-        state["global_step"] = 4
-
-
-@breaks("LT707", RUN, quiet=True)
-def _never_ends(folder: Path) -> None:
-    _log(folder, *({"loss": 0.0, "grad_norm": 0.2, "reward": 1.0, "completions/clipped_ratio": 1.0} for _ in range(3)))
-
-
 @breaks("LT708", WHOLE_RUN)
 def _stood_still(folder: Path) -> None:
     shutil.copy(folder / "checkpoint-2" / WEIGHTS, folder / "checkpoint-4" / WEIGHTS)
 
 
-@breaks("LT709", RUN)
-def _killed_while_saving(folder: Path) -> None:
-    (folder / "trainer_state.json").unlink()
-
-
-@breaks("LT709 optimizer", RUN)
-def _optimizer_cut_off(folder: Path) -> None:
-    (folder / "optimizer.pt").write_bytes(b"PK")
+enter(
+    __name__,
+    {
+        name: Edit(
+            RUN,
+            file="trainer_state.json",
+            config=_history(entries),
+            quiet=name in ("LT701 skipped by the scaler", "LT707"),
+        )
+        for name, entries in LOGS.items()
+    },
+)
+enter(
+    __name__,
+    {
+        "LT706": Edit(RUN, file="trainer_state.json", config={"global_step": 4}),
+        "LT709": Edit(RUN, by=lambda folder: (folder / "trainer_state.json").unlink()),
+        "LT709 optimizer": Edit(RUN, by=lambda folder: (folder / "optimizer.pt").write_bytes(b"PK")),
+    },
+)

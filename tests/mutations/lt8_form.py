@@ -5,13 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.checkpoint_edits import fields, raw, tensors
-from tests.mutations.registry import CAUSAL, breaks
+from tests.mutations.registry import CAUSAL, Edit, breaks, enter
 from tests.mutations.served import plain, with_fields
-
-
-@breaks("LT813", CAUSAL, servers=["mlx"])
-def _served_by_mlx(folder: Path) -> None:
-    plain(folder)  # whatever PEFT saves
 
 
 @breaks("LT803", CAUSAL, servers=["vllm"])
@@ -24,51 +19,11 @@ def _served_rank(folder: Path) -> None:
     with_fields(folder, rank_pattern={}, alpha_pattern={}, use_rslora=False, r=rank)
 
 
-@breaks("LT806", CAUSAL, servers=["vllm"])
-@breaks("LT806 for SGLang", CAUSAL, servers=["sglang"])
-def _served_patterns(folder: Path) -> None:
-    with_fields(folder, use_rslora=False)  # it has ranks per module
-
-
-@breaks("LT807", CAUSAL, servers=["sglang"])
-@breaks("LT807 for llama.cpp", CAUSAL, servers=["llama.cpp"])
-def _served_rslora(folder: Path) -> None:
-    plain(folder)
-    with_fields(folder, use_rslora=True)
-
-
-@breaks("LT808", CAUSAL, servers=["vllm"])
-@breaks("LT808 for SGLang", CAUSAL, servers=["sglang"])
-@breaks("LT808 for PEFT", CAUSAL, servers=["peft"])
-def _served_init(folder: Path) -> None:
-    plain(folder)
-    with_fields(folder, init_lora_weights="pissa_niter_4")
-
-
-@breaks("LT808 for LoRA-GA", CAUSAL, servers=["peft"])
-def _served_lora_ga(folder: Path) -> None:
-    plain(folder)
-    with_fields(folder, init_lora_weights="lora_ga")
-
-
-@breaks("LT808 for CorDA", CAUSAL, servers=["peft"])
-def _served_corda(folder: Path) -> None:
-    plain(folder)
-    with_fields(folder, init_lora_weights="corda")
-
-
 @breaks("LT809", CAUSAL, servers=["sglang"])
 def _served_regex(folder: Path) -> None:
     plain(folder)
     with fields(folder) as config:
         config["target_modules"] = rf".*\.({'|'.join(config['target_modules'])})"
-
-
-@breaks("LT810", CAUSAL, servers=["vllm"])
-@breaks("LT810 for SGLang", CAUSAL, servers=["sglang"])
-def _served_alora(folder: Path) -> None:
-    plain(folder)
-    with_fields(folder, alora_invocation_tokens=[1, 2])
 
 
 @breaks("LT812", CAUSAL, servers=["vllm"], with_base=True)
@@ -120,3 +75,30 @@ def _served_packed_queries(folder: Path) -> None:
         table.update(held)
     with fields(folder) as config:
         config["target_modules"] = ["c_attn" if name == "q_proj" else name for name in config["target_modules"]]
+
+
+enter(
+    __name__,
+    {
+        "LT813": Edit(CAUSAL, by=plain, options={"servers": ["mlx"]}),
+        "LT806": Edit(CAUSAL, config={"use_rslora": False}, options={"servers": ["vllm"]}),
+        "LT806 for SGLang": Edit(CAUSAL, config={"use_rslora": False}, options={"servers": ["sglang"]}),
+        "LT807": Edit(CAUSAL, by=plain, config={"use_rslora": True}, options={"servers": ["sglang"]}),
+        "LT807 for llama.cpp": Edit(CAUSAL, by=plain, config={"use_rslora": True}, options={"servers": ["llama.cpp"]}),
+        "LT808": Edit(CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}, options={"servers": ["vllm"]}),
+        "LT808 for SGLang": Edit(
+            CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}, options={"servers": ["sglang"]}
+        ),
+        "LT808 for PEFT": Edit(
+            CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}, options={"servers": ["peft"]}
+        ),
+        "LT808 for LoRA-GA": Edit(
+            CAUSAL, by=plain, config={"init_lora_weights": "lora_ga"}, options={"servers": ["peft"]}
+        ),
+        "LT808 for CorDA": Edit(CAUSAL, by=plain, config={"init_lora_weights": "corda"}, options={"servers": ["peft"]}),
+        "LT810": Edit(CAUSAL, by=plain, config={"alora_invocation_tokens": [1, 2]}, options={"servers": ["vllm"]}),
+        "LT810 for SGLang": Edit(
+            CAUSAL, by=plain, config={"alora_invocation_tokens": [1, 2]}, options={"servers": ["sglang"]}
+        ),
+    },
+)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from lora_tool import plan_merge
 from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
 from lora_tool.plans.algebra.plan_combine import plan_resize
+from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, Raw, fields, tensors
+from tests.mutations import places
+from tests.mutations.merged_models import weights
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 CAUSAL = "causal-llama/adapter"
@@ -55,6 +58,68 @@ def breaks(
         return injure
 
     return register
+
+
+@dataclass(frozen=True)
+class Edit:
+    """An injury that gives fields and tensors of the folder `of` the fixtures other values.
+
+    A tensor's name has `{Q_PROJ}`, `{DOWN_PROJ}` and `{SCORE}` for those of `places`, and `{PREFIX}`.
+    """
+
+    of: str
+    _: KW_ONLY
+    by: Callable[[Path], object] = field(default=lambda _: None)
+    """What is done first."""
+    file: str = CONFIG
+    config: Mapping[str, Any] = field(default_factory=dict)
+    without: Sequence[str] = ()
+    """Fields that the config loses."""
+    target: str | None = None
+    """One more of its target modules."""
+    tensors: Mapping[str, Raw] = field(default_factory=dict)
+    removed: Sequence[str] = ()
+    base: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the config.json of the base beside it."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    with_base: bool = False
+    quiet: bool = False
+    verified: bool = False
+
+    def injure(self, folder: Path) -> None:
+        self.by(folder)
+        if self.base:
+            with fields(folder.parent / "base", "config.json") as config:
+                config.update(self.base)
+        if self.config or self.without or self.target:
+            with fields(folder, self.file) as config:
+                config.update(self.config)
+                for name in self.without:
+                    del config[name]
+                if self.target:
+                    config["target_modules"].append(self.target)
+        if self.tensors or self.removed:
+            with tensors(folder) if (folder / WEIGHTS).exists() else weights(folder) as table:
+                for name in self.removed:
+                    del table[_named(name)]
+                table.update({_named(name): tensor for name, tensor in self.tensors.items()})
+
+
+def _named(name: str) -> str:
+    return name.format(PREFIX=PREFIX, Q_PROJ=places.Q_PROJ, DOWN_PROJ=places.DOWN_PROJ, SCORE=places.SCORE)
+
+
+def enter(module: str, edits: Mapping[str, Edit]) -> None:
+    """Enter the injuries of a module by their names, whose first words are the codes that they must give."""
+    for name, edit in edits.items():
+
+        def injure(folder: Path, edit: Edit = edit) -> None:
+            edit.injure(folder)
+
+        injure.__module__ = module
+        breaks(name, edit.of, with_base=edit.with_base, quiet=edit.quiet, verified=edit.verified, **edit.options)(
+            injure
+        )
 
 
 def copy_of(fixture: str, where: Path) -> Path:
