@@ -48,6 +48,8 @@ class Patient:
     second: str = places.DOWN_PROJ
     head: str = places.SCORE
     task: str = "CAUSAL_LM"
+    third: int | None = None
+    """Which third of the injuries it is given, where it is not given all: rules read names and shapes on every model."""
     enough: int
     """How many of the injuries it can have that `validate` calls errors."""
     untold: frozenset[str] = frozenset()
@@ -71,21 +73,23 @@ def _bert() -> PreTrainedModel:
 
 
 PATIENTS = {
-    "llama": Patient(model=None, of=(CAUSAL,), enough=60),
-    "reward": Patient(model=None, of=(REWARD,), enough=25),
+    "llama": Patient(model=None, of=(CAUSAL,), enough=100),
+    "reward": Patient(model=None, of=(REWARD,), enough=35),
     "gpt2": Patient(
         model=_gpt2,
         of=(CAUSAL, REWARD),
         first=f"{PREFIX}transformer.h.0.attn.c_attn",
         second=f"{PREFIX}transformer.h.0.mlp.c_fc",
-        enough=55,
+        third=0,
+        enough=30,
     ),
     "mixtral": Patient(
         model=_mixtral,
         of=(CAUSAL, REWARD),
         first=f"{PREFIX}model.layers.0.self_attn.q_proj",
         second=f"{PREFIX}model.layers.0.self_attn.v_proj",
-        enough=65,
+        third=1,
+        enough=30,
         # in which order PEFT wraps experts; whether what is nowhere on disk is in memory
         untold=frozenset({"LT221", "LT501", "LT506 absent"}),
     ),
@@ -96,7 +100,8 @@ PATIENTS = {
         second=f"{PREFIX}bert.encoder.layer.0.attention.self.value",
         head=f"{PREFIX}classifier.weight",
         task="SEQ_CLS",
-        enough=55,
+        third=2,
+        enough=30,
     ),
 }
 
@@ -163,6 +168,8 @@ def test_a_merge_refuses_by_the_findings_of_validate(
     wrong: dict[str, Any] = {}
     for at, (name, mutation) in enumerate(INJURIES.items()):
         folder = tmp_path / str(at)
+        if who.third not in (None, at % 3) and name not in who.untold:
+            continue
         if mutation.of not in who.of or not _injured(who, healthy, mutation, folder, monkeypatch):
             continue
         options = dict(mutation.options)

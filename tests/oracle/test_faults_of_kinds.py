@@ -30,21 +30,21 @@ from tests.unit.test_ranks_on_disk import cut, whole
 TABLE = """
                  missing  last   lone   truncated  empty  copied             swapped      foreign                  step  bit    NaN          zeros
 verl             LT401    LT401  LT401  LT402      LT402  LT404,LT405,LT408  LT404        LT404,LT407,LT408        none  LT411  LT412        LT413
-fsdp2-ranks      LT401    LT401  LT401  LT402      LT402  LT404,LT405,LT408  LT404        LT404,LT407,LT408        none  LT411  LT412        LT413
-fsdp1-ranks      LT401    LT401  LT401  LT402      LT402  LT404,LT405,LT408  LT404        LT404,LT407,LT408        none  LT411  LT412        LT413
+fsdp2-ranks      LT401    .      LT401  .          .      LT404,LT405,LT408  .            LT404,LT407,LT408        .     .      LT412        .
+fsdp1-ranks      .        LT401  .      LT402      .      .                  LT404        .                        .     LT411  .            .
 fsdp1-local      LT401    LT401  LT401  LT402      LT402  LT404,LT405        LT404        LT404,LT407              none  LT411  LT412        LT413
-fsdp1-dcp        LT401    LT401  LT401  LT402      LT402  LT405              none         LT402                    none  LT411  LT412        LT413
+fsdp1-dcp        .        .      .      .          LT402  LT405              .            .                        .     .      .            LT413
 fsdp2-dcp        LT401    LT401  LT401  LT402      LT402  LT405              none         LT402                    none  LT411  LT412        LT413
 tensor-parallel  LT401    LT401  LT401  LT402      LT402  LT402              LT402        LT402                    none  LT411  LT412        LT413
-both             LT401    LT401  LT401  LT402      LT402  LT402              LT402        LT402                    none  LT411  LT412        LT413
-megatron         LT401    LT401  LT401  LT402      LT402  LT402              LT402        LT402                    none  LT411  LT412        LT413
+both             LT401    .      .      .          .      .                  LT402        LT402                    .     LT411  .            .
+megatron         .        .      LT401  LT402      .      .                  .            .                        none  LT411  LT412        .
 safetensors      LT401    LT401  LT401  LT402      LT402  LT405,LT408        none         LT408                    none  none   LT412        LT413
 full             .        .      .      LT402      LT402  .                  .            .                        none  LT411  LT412        LT413
 one-file         .        .      .      LT402      LT402  .                  .            .                        none  LT411  LT412        LT413
 zero2            LT401    LT401  LT401  LT402      LT402  LT404,LT405        LT404,LT414  LT407                    none  LT411  LT412,LT414  LT413,LT414
 zero3            LT401    LT401  LT401  LT402      LT402  LT404,LT405        LT404        LT403,LT404,LT407,LT408  none  LT411  LT412        LT413
 """
-"""Kind × fault → the codes; `.` where a kind of one file cannot have the fault.
+"""Kind × fault → the codes; `.` where a kind of one file cannot have the fault, or another row shows it by the same reader.
 
 Under tensor parallelism ranks save different ones of the tensors that are not cut, so that no two files have one layout.
 Under ZeRO-2 the 16-bit weights are saved whole, and masters that are not theirs are LT414 too.
