@@ -77,18 +77,6 @@ def _elsewhere(folder: Path) -> None:
         index["weight_map"]["model.norm.weight"] = "model-00001-of-00002.safetensors"
 
 
-@breaks("LT110", CAUSAL)
-def _pickle(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
-    (folder / "adapter_model.bin").write_bytes(b"\x80\x02}q\x00.")
-
-
-@breaks("LT110 readable", CAUSAL)
-def _torch_file(folder: Path) -> None:
-    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
-    (folder / WEIGHTS).unlink()
-
-
 @breaks("LT111", SHARDED)
 def _total_size(folder: Path) -> None:
     with fields(folder, INDEX) as index:
@@ -115,42 +103,36 @@ def _cut_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(text[: len(text) // 2])
 
 
-@breaks("LT115 shards", CAUSAL)
-def _adapter_in_shards(folder: Path) -> None:
-    (folder / WEIGHTS).rename(folder / "adapter_model-00001-of-00002.safetensors")
-    (folder / f"{WEIGHTS}.index.json").write_text('{"weight_map": {}}')
-
-
-enter(
-    __name__,
-    {
-        "LT102": Edit(
-            CAUSAL,
-            by=lambda folder: (folder / WEIGHTS).write_text(
-                "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4632\n"
-            ),
+EDITS = {
+    "LT102": Edit(CAUSAL, written={WEIGHTS: "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4632\n"}),
+    "LT107": Edit(SHARDED, gone=["model-00002-of-00002.safetensors"]),
+    "LT110": Edit(
+        CAUSAL, by=lambda folder: (folder / "adapter_model.bin").write_bytes(b"\x80\x02}q\x00."), gone=[WEIGHTS]
+    ),
+    "LT110 readable": Edit(
+        CAUSAL, by=lambda folder: torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin"), gone=[WEIGHTS]
+    ),
+    "LT113": Edit(CAUSAL, written={CONFIG: ""}),
+    "LT113 trainer state": Edit(RUN, written={"trainer_state.json": '{"global_step": 2, "log_hist'}),
+    "LT114": Edit(
+        SHARDED,
+        by=lambda folder: shutil.copy(
+            folder / "model-00001-of-00002.safetensors", folder / "model-00005-of-00005.safetensors"
         ),
-        "LT107": Edit(SHARDED, by=lambda folder: (folder / "model-00002-of-00002.safetensors").unlink()),
-        "LT113": Edit(CAUSAL, by=lambda folder: (folder / CONFIG).write_bytes(b"")),
-        "LT113 trainer state": Edit(
-            RUN, by=lambda folder: (folder / "trainer_state.json").write_text('{"global_step": 2, "log_hist')
-        ),
-        "LT114": Edit(
-            SHARDED,
-            by=lambda folder: shutil.copy(
-                folder / "model-00001-of-00002.safetensors", folder / "model-00005-of-00005.safetensors"
-            ),
-        ),
-        "LT115": Edit(CAUSAL, by=lambda folder: (folder / WEIGHTS).unlink()),
-        "LT113 large tokenizer": Edit(
-            CAUSAL, by=lambda folder: (folder / "tokenizer.json").write_text('{"model": "' + "x" * 2000000)
-        ),
-        "LT113 tokenizer's config": Edit(SHARDED, by=lambda folder: (folder / "tokenizer_config.json").write_text("")),
-        "LT113 manifest": Edit(CAUSAL, by=lambda folder: (folder / "lora_tool.json").write_text('{"schema_version": ')),
-        "LT113 of the base": Edit(
-            CAUSAL,
-            by=lambda folder: (folder.parent / "base" / "generation_config.json").write_text('{"eos_token_id": '),
-            with_base=True,
-        ),
-    },
-)
+    ),
+    "LT115": Edit(CAUSAL, gone=[WEIGHTS]),
+    "LT113 large tokenizer": Edit(CAUSAL, written={"tokenizer.json": '{"model": "' + "x" * 2000000}),
+    "LT113 tokenizer's config": Edit(SHARDED, written={"tokenizer_config.json": ""}),
+    "LT113 manifest": Edit(CAUSAL, written={"lora_tool.json": '{"schema_version": '}),
+    "LT115 shards": Edit(
+        CAUSAL,
+        by=lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model-00001-of-00002.safetensors"),
+        written={f"{WEIGHTS}.index.json": '{"weight_map": {}}'},
+    ),
+    "LT113 of the base": Edit(
+        CAUSAL,
+        by=lambda folder: (folder.parent / "base" / "generation_config.json").write_text('{"eos_token_id": '),
+        with_base=True,
+    ),
+}
+enter(__name__, EDITS)

@@ -55,49 +55,47 @@ def _bias_of_lora_without_place(folder: Path) -> None:
         config["lora_bias"] = True
 
 
-enter(
-    __name__,
-    {
-        "LT207": Edit(CAUSAL, tensors={**lora("model.layers.0.mlp.up_proj", rows=32, columns=16)}),
-        "LT207 saved": Edit(CAUSAL, tensors={"{PREFIX}model.layers.0.mlp.up_proj.weight": raw(32, 16)}),
-        "LT207 bias": Edit(CAUSAL, tensors={"{PREFIX}model.layers.0.self_attn.k_proj.bias": raw(8)}),
-        "LT207 tokens": Edit(
-            CAUSAL, tensors={"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": raw(2, 16)}
-        ),
-        "LT207 odd part": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.bias": raw(4)}),
-        "LT210": Edit(CAUSAL, config={"lora_alpha": 0}),
-        "LT210 by pattern": Edit(CAUSAL, config={"alpha_pattern": {"q_proj": 0}}),
-        "LT214": Edit(CAUSAL, config={"r": "4"}),
-        "LT214 task": Edit(REWARD, config={"task_type": "seq_cls"}),
-        "LT214 no model type": Edit(SHARDED, file="config.json", without=["model_type"]),
-        "LT214 no peft_type": Edit(CAUSAL, without=["peft_type"]),
-        "LT214 peft_type is null": Edit(CAUSAL, config={"peft_type": None}),
-        "LT214 no config": Edit(CAUSAL, by=lambda folder: (folder / CONFIG).unlink()),
-        "LT214 model": Edit(SHARDED, file="config.json", config={"vocab_size": "304"}),
-        "LT214 unknown field": Edit(CAUSAL, config={"from_the_future": True}, quiet=True),
-        "LT215": Edit(CAUSAL, config={"init_lora_weights": "corda"}, quiet=True),
-        "LT216": Edit(CAUSAL, by=lambda folder: edit.write(folder / WEIGHTS, {})),
-        "LT216 head alone": Edit(
-            REWARD,
-            by=lambda folder: edit.write(folder / WEIGHTS, {places.SCORE: edit.read(folder / WEIGHTS)[places.SCORE]}),
-        ),
-        "LT217": Edit(CAUSAL, config={"peft_type": "LOHA"}),
-        "LT221 no order": Edit(CAUSAL, config={"lora_B_layout": "sideways"}),
-        "LT226": Edit(CAUSAL, by=lambda folder: trained_tokens(folder, [3, 5, 7], rows=2)),
-        "LT226 of no token": Edit(CAUSAL, by=lambda folder: trained_tokens(folder, {"embed_tokens": []}, rows=0)),
-        "LT226 no rows": Edit(CAUSAL, config={"trainable_token_indices": [3]}),
-        "LT226 twice": Edit(CAUSAL, by=lambda folder: trained_tokens(folder, [3, 3], rows=2)),
-        "LT226 of another module": Edit(
-            CAUSAL,
-            by=lambda folder: trained_tokens(folder, [3], rows=1),
-            config={"trainable_token_indices": {"lm_head": [3]}},
-        ),
-        "LT226 whole as well": Edit(
-            CAUSAL,
-            by=lambda folder: trained_tokens(folder, [1], rows=1),
-            config={"modules_to_save": ["embed_tokens"]},
-            tensors={"{PREFIX}model.embed_tokens.weight": raw(304, 16)},
-        ),
-        "LT207 output layer": Edit(CAUSAL, tensors={"{PREFIX}lm_head.base_layer.weight": raw(304, 16)}),
-    },
-)
+EDITS = {
+    "LT207": Edit(CAUSAL, tensors={**lora("model.layers.0.mlp.up_proj", rows=32, columns=16)}),
+    "LT207 saved": Edit(CAUSAL, tensors={"{PREFIX}model.layers.0.mlp.up_proj.weight": raw(32, 16)}),
+    "LT207 bias": Edit(CAUSAL, tensors={"{PREFIX}model.layers.0.self_attn.k_proj.bias": raw(8)}),
+    "LT207 tokens": Edit(
+        CAUSAL, tensors={"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": raw(2, 16)}
+    ),
+    "LT207 odd part": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.bias": raw(4)}),
+    "LT210": Edit(CAUSAL, config={"lora_alpha": 0}),
+    "LT210 by pattern": Edit(CAUSAL, config={"alpha_pattern": {"q_proj": 0}}),
+    "LT214": Edit(CAUSAL, config={"r": "4"}),
+    "LT214 task": Edit(REWARD, config={"task_type": "seq_cls"}),
+    "LT214 no model type": Edit(SHARDED, file="config.json", without=["model_type"]),
+    "LT214 no peft_type": Edit(CAUSAL, without=["peft_type"]),
+    "LT214 peft_type is null": Edit(CAUSAL, config={"peft_type": None}),
+    "LT214 no config": Edit(CAUSAL, gone=[CONFIG]),
+    "LT214 model": Edit(SHARDED, file="config.json", config={"vocab_size": "304"}),
+    "LT214 unknown field": Edit(CAUSAL, config={"from_the_future": True}, quiet=True),
+    "LT215": Edit(CAUSAL, config={"init_lora_weights": "corda"}, quiet=True),
+    "LT216": Edit(CAUSAL, by=lambda folder: edit.write(folder / WEIGHTS, {})),
+    "LT216 head alone": Edit(
+        REWARD,
+        by=lambda folder: edit.write(folder / WEIGHTS, {places.SCORE: edit.read(folder / WEIGHTS)[places.SCORE]}),
+    ),
+    "LT217": Edit(CAUSAL, config={"peft_type": "LOHA"}),
+    "LT221 no order": Edit(CAUSAL, config={"lora_B_layout": "sideways"}),
+    "LT226": Edit(CAUSAL, by=lambda folder: trained_tokens(folder, [3, 5, 7], rows=2)),
+    "LT226 of no token": Edit(CAUSAL, by=lambda folder: trained_tokens(folder, {"embed_tokens": []}, rows=0)),
+    "LT226 no rows": Edit(CAUSAL, config={"trainable_token_indices": [3]}),
+    "LT226 twice": Edit(CAUSAL, by=lambda folder: trained_tokens(folder, [3, 3], rows=2)),
+    "LT226 of another module": Edit(
+        CAUSAL,
+        by=lambda folder: trained_tokens(folder, [3], rows=1),
+        config={"trainable_token_indices": {"lm_head": [3]}},
+    ),
+    "LT226 whole as well": Edit(
+        CAUSAL,
+        by=lambda folder: trained_tokens(folder, [1], rows=1),
+        config={"modules_to_save": ["embed_tokens"]},
+        tensors={"{PREFIX}model.embed_tokens.weight": raw(304, 16)},
+    ),
+    "LT207 output layer": Edit(CAUSAL, tensors={"{PREFIX}lm_head.base_layer.weight": raw(304, 16)}),
+}
+enter(__name__, EDITS)

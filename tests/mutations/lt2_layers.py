@@ -71,33 +71,26 @@ def _zero_size_with_tag(folder: Path) -> None:
     shutil.copytree(FIXTURES / "zero" / "stage3-reward" / "global_step2", folder / "global_step2")
 
 
-enter(
-    __name__,
-    {
-        "LT201": Edit(CAUSAL, removed=["{Q_PROJ}.lora_B.weight"]),
-        "LT201 without A": Edit(REWARD, removed=["{Q_PROJ}.lora_A.weight"]),
-        "LT202": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_B.weight": raw(16, 2)}),
-        "LT202 flat": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_B.weight": raw(64)}),
-        "LT202 magnitude": Edit(CAUSAL, by=_dora, tensors={"{Q_PROJ}.lora_magnitude_vector": raw(12)}),
-        "LT203": Edit(CAUSAL, config={"r": 8}),
-        "LT203 by pattern": Edit(CAUSAL, config={"rank_pattern": {}}),
-        "LT204 everywhere": Edit(
-            REWARD,
-            by=lambda folder: edit.renamed(
-                folder, lambda name: name.translate(str.maketrans("AB", "BA")) if ".lora_" in name else name
-            ),
-        ),
-        "LT206 with the head": Edit(REWARD, by=_zero_size),
-        "LT212": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.weight": raw(4, 16, dtype="I8")}),
-        "LT212 head": Edit(REWARD, tensors={"{SCORE}": raw(1, 16, dtype="I8")}),
-        "LT212 norm": Edit(
-            CAUSAL,
-            config={"modules_to_save": ["model.norm"]},
-            tensors={"{PREFIX}model.norm.weight": raw(16, dtype="I64")},
-        ),
-        "LT218": Edit(CAUSAL, config={"use_dora": True}),
-        "LT218 magnitude without DoRA": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_magnitude_vector": raw(16)}),
-        "LT218 bias without lora_bias": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_B.bias": raw(16)}),
-        "LT218 lora_bias without bias": Edit(CAUSAL, config={"lora_bias": True}),
-    },
-)
+EDITS = {
+    "LT201": Edit(CAUSAL, removed=["{Q_PROJ}.lora_B.weight"]),
+    "LT201 without A": Edit(REWARD, removed=["{Q_PROJ}.lora_A.weight"]),
+    "LT202": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_B.weight": raw(16, 2)}),
+    "LT202 flat": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_B.weight": raw(64)}),
+    "LT202 magnitude": Edit(CAUSAL, by=_dora, tensors={"{Q_PROJ}.lora_magnitude_vector": raw(12)}),
+    "LT203": Edit(CAUSAL, config={"r": 8}),
+    "LT203 by pattern": Edit(CAUSAL, config={"rank_pattern": {}}),
+    "LT204 everywhere": Edit(
+        REWARD, renamed=lambda name: name.translate(str.maketrans("AB", "BA")) if ".lora_" in name else name
+    ),
+    "LT206 with the head": Edit(REWARD, by=_zero_size),
+    "LT212": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.weight": raw(4, 16, dtype="I8")}),
+    "LT212 head": Edit(REWARD, tensors={"{SCORE}": raw(1, 16, dtype="I8")}),
+    "LT212 norm": Edit(
+        CAUSAL, config={"modules_to_save": ["model.norm"]}, tensors={"{PREFIX}model.norm.weight": raw(16, dtype="I64")}
+    ),
+    "LT218": Edit(CAUSAL, config={"use_dora": True}),
+    "LT218 magnitude without DoRA": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_magnitude_vector": raw(16)}),
+    "LT218 bias without lora_bias": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_B.bias": raw(16)}),
+    "LT218 lora_bias without bias": Edit(CAUSAL, config={"lora_bias": True}),
+}
+enter(__name__, EDITS)

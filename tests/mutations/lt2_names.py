@@ -55,45 +55,32 @@ def _output_layer_without_its_lora(folder: Path) -> None:
         config["target_modules"] = [*config["target_modules"], "lm_head"]
 
 
-enter(
-    __name__,
-    {
-        "LT211 reward": Edit(REWARD, by=_no_prefix),
-        "LT211 compiled": Edit(
-            CAUSAL, by=lambda folder: edit.renamed(folder, lambda name: name.replace(PREFIX, f"{PREFIX}_orig_mod."))
-        ),
-        "LT211 compiled outside": Edit(
-            CAUSAL, by=lambda folder: edit.renamed(folder, lambda name: f"_orig_mod.{name}")
-        ),
-        "LT211 DDP": Edit(CAUSAL, by=lambda folder: edit.renamed(folder, lambda name: f"module.{name}")),
-        "LT211 FSDP": Edit(
-            CAUSAL,
-            by=lambda folder: edit.renamed(
-                folder, lambda name: name.replace(".layers.0.", ".layers.0._fsdp_wrapped_module.")
-            ),
-        ),
-        "LT211 another name": Edit(
-            CAUSAL, by=lambda folder: edit.renamed(folder, lambda name: name.replace(".weight", ".policy.weight"))
-        ),
-        "LT211 doubled": Edit(CAUSAL, by=lambda folder: edit.renamed(folder, lambda name: PREFIX + name)),
-        "LT213 other values": Edit(
-            REWARD, tensors={"{PREFIX}score.modules_to_save.default.weight": raw(1, 16, dtype="BF16")}
-        ),
-        "LT213 base layers": Edit(CAUSAL, tensors={"{Q_PROJ}.base_layer.weight": raw(16, 16)}),
-        "LT222": Edit(CAUSAL, by=lambda folder: (folder / "non_lora_trainables.bin").write_bytes(b"PK")),
-        "LT222 value head": Edit(CAUSAL, by=lambda folder: (folder / "pytorch_model.bin").write_bytes(b"PK")),
-        "LT205": Edit(CAUSAL, target="c_attn"),
-        "LT205 saved": Edit(CAUSAL, config={"modules_to_save": ["up_proj"]}, with_base=True),
-        "LT205 saved inside": Edit(
-            CAUSAL,
-            config={"modules_to_save": ["vision", "merger"]},
-            tensors={"{PREFIX}model.vision.merger.weight": raw(32, 16)},
-        ),
-        "LT505 saved in part": Edit(
-            CAUSAL,
-            config={"modules_to_save": ["input_layernorm"]},
-            tensors={"{PREFIX}model.layers.0.input_layernorm.weight": raw(16)},
-            with_base=True,
-        ),
-    },
-)
+EDITS = {
+    "LT211 reward": Edit(REWARD, by=_no_prefix),
+    "LT211 compiled": Edit(CAUSAL, renamed=lambda name: name.replace(PREFIX, f"{PREFIX}_orig_mod.")),
+    "LT211 compiled outside": Edit(CAUSAL, renamed=lambda name: f"_orig_mod.{name}"),
+    "LT211 DDP": Edit(CAUSAL, renamed=lambda name: f"module.{name}"),
+    "LT211 FSDP": Edit(CAUSAL, renamed=lambda name: name.replace(".layers.0.", ".layers.0._fsdp_wrapped_module.")),
+    "LT211 another name": Edit(CAUSAL, renamed=lambda name: name.replace(".weight", ".policy.weight")),
+    "LT211 doubled": Edit(CAUSAL, renamed=lambda name: PREFIX + name),
+    "LT213 other values": Edit(
+        REWARD, tensors={"{PREFIX}score.modules_to_save.default.weight": raw(1, 16, dtype="BF16")}
+    ),
+    "LT213 base layers": Edit(CAUSAL, tensors={"{Q_PROJ}.base_layer.weight": raw(16, 16)}),
+    "LT222": Edit(CAUSAL, written={"non_lora_trainables.bin": "PK"}),
+    "LT222 value head": Edit(CAUSAL, written={"pytorch_model.bin": "PK"}),
+    "LT205": Edit(CAUSAL, target="c_attn"),
+    "LT205 saved": Edit(CAUSAL, config={"modules_to_save": ["up_proj"]}, with_base=True),
+    "LT205 saved inside": Edit(
+        CAUSAL,
+        config={"modules_to_save": ["vision", "merger"]},
+        tensors={"{PREFIX}model.vision.merger.weight": raw(32, 16)},
+    ),
+    "LT505 saved in part": Edit(
+        CAUSAL,
+        config={"modules_to_save": ["input_layernorm"]},
+        tensors={"{PREFIX}model.layers.0.input_layernorm.weight": raw(16)},
+        with_base=True,
+    ),
+}
+enter(__name__, EDITS)

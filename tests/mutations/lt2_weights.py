@@ -75,17 +75,15 @@ def _large(folder: Path) -> None:
         table[name] = edit.scaled(table[name], 2.0**20)
 
 
-enter(
-    __name__,
-    {
-        "LT227": Edit(CAUSAL, by=lambda folder: _keep_rows_of(0, folder)),
-        "LT227 another rank": Edit(REWARD, by=lambda folder: _keep_rows_of(2, folder)),
-        "LT208 reward": Edit(REWARD, by=_never_moved),
-        "LT209": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.weight": raw(4, 16, value=float("nan"))}),
-        "LT209 in the head": Edit(REWARD, tensors={"{SCORE}": raw(1, 16, dtype="BF16", value=float("inf"))}),
-        "LT219": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.weight": edit.filled(0.25, 4, 16)}),
-        "LT219 zero A": Edit(REWARD, tensors={"{Q_PROJ}.lora_A.weight": edit.filled(0.0, 4, 16)}),
-        "LT219 B": Edit(REWARD, tensors={"{Q_PROJ}.lora_B.weight": edit.filled(1.0, 16, 4)}),
-        "LT220 in the head": Edit(REWARD, tensors={"{SCORE}": raw(1, 16, dtype="BF16", value=1024.0)}),
-    },
-)
+EDITS = {
+    "LT227": Edit(CAUSAL, by=lambda folder: _keep_rows_of(0, folder)),
+    "LT227 another rank": Edit(REWARD, by=lambda folder: _keep_rows_of(2, folder)),
+    "LT208 reward": Edit(REWARD, by=_never_moved),
+    "LT209": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.weight": raw(4, 16, value=float("nan"))}),
+    "LT209 in the head": Edit(REWARD, tensors={"{SCORE}": raw(1, 16, dtype="BF16", value=float("inf"))}),
+    "LT219": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.weight": edit.filled(0.25, 4, 16)}),
+    "LT219 zero A": Edit(REWARD, tensors={"{Q_PROJ}.lora_A.weight": edit.filled(0.0, 4, 16)}),
+    "LT219 B": Edit(REWARD, tensors={"{Q_PROJ}.lora_B.weight": edit.filled(1.0, 16, 4)}),
+    "LT220 in the head": Edit(REWARD, tensors={"{SCORE}": raw(1, 16, dtype="BF16", value=1024.0)}),
+}
+enter(__name__, EDITS)

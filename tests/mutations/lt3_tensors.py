@@ -31,26 +31,24 @@ def _config_of_what_was_decompressed(folder: Path) -> None:
         config["quantization_config"] = said
 
 
-enter(
-    __name__,
-    {
-        "LT317": Edit(MERGED, by=without_manifest, tensors={SCORE: raw(1, 24, dtype="BF16")}),
-        "LT317 short projection": Edit(SHARDED, tensors={"model.layers.1.self_attn.o_proj.weight": raw(8, 16)}),
-        "LT317 flat head": Edit(MERGED, by=without_manifest, tensors={SCORE: raw(16, dtype="BF16")}),
-        "LT318": Edit(CAUSAL_MERGED, by=without_manifest, removed=["model.norm.weight"]),
-        "LT318 of the biases": Edit(MERGED, by=without_manifest, removed=["model.layers.1.self_attn.k_proj.bias"]),
-        "LT319": Edit(CAUSAL_MERGED, by=without_manifest, tensors={"v_head.summary.weight": raw(1, 16)}),
-        "LT322": Edit(
-            SHARDED,
-            file="config.json",
-            config={"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-        ),
-        "LT322 the scales are lost": Edit(
-            SHARDED, tensors={"model.layers.1.mlp.up_proj.weight": raw(32, 16, dtype="F8_E4M3")}
-        ),
-        "LT323": Edit(SHARDED, by=lambda folder: quantised(folder, f"{Q_PROJ}.weight")),
-        "LT321": Edit(
-            SHARDED, by=lambda folder: shutil.copytree(FIXTURES / "causal-llama" / "adapter", folder / "lora_adapter")
-        ),
-    },
-)
+EDITS = {
+    "LT317": Edit(MERGED, by=without_manifest, tensors={SCORE: raw(1, 24, dtype="BF16")}),
+    "LT317 short projection": Edit(SHARDED, tensors={"model.layers.1.self_attn.o_proj.weight": raw(8, 16)}),
+    "LT317 flat head": Edit(MERGED, by=without_manifest, tensors={SCORE: raw(16, dtype="BF16")}),
+    "LT318": Edit(CAUSAL_MERGED, by=without_manifest, removed=["model.norm.weight"]),
+    "LT318 of the biases": Edit(MERGED, by=without_manifest, removed=["model.layers.1.self_attn.k_proj.bias"]),
+    "LT319": Edit(CAUSAL_MERGED, by=without_manifest, tensors={"v_head.summary.weight": raw(1, 16)}),
+    "LT322": Edit(
+        SHARDED,
+        file="config.json",
+        config={"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    ),
+    "LT322 the scales are lost": Edit(
+        SHARDED, tensors={"model.layers.1.mlp.up_proj.weight": raw(32, 16, dtype="F8_E4M3")}
+    ),
+    "LT323": Edit(SHARDED, by=lambda folder: quantised(folder, f"{Q_PROJ}.weight")),
+    "LT321": Edit(
+        SHARDED, by=lambda folder: shutil.copytree(FIXTURES / "causal-llama" / "adapter", folder / "lora_adapter")
+    ),
+}
+enter(__name__, EDITS)

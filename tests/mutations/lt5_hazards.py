@@ -73,22 +73,20 @@ def _base_that_holds_it(folder: Path) -> None:
     merged.rename(folder.parent / "base")
 
 
-enter(
-    __name__,
-    {
-        "LT521": Edit(
-            CAUSAL,
-            by=lambda folder: shutil.copytree(folder.parent / "base", folder.parent / "llama"),
-            config={"base_model_name_or_path": "/where/it/was/trained/llama"},
-            quiet=True,
-        ),
-        "LT521 windows": Edit(
-            CAUSAL,
-            by=lambda folder: shutil.copytree(folder.parent / "base", folder.parent / "llama"),
-            config={"base_model_name_or_path": "C:\\models\\llama"},
-            quiet=True,
-        ),
-        "LT507 unreadable": Edit(CAUSAL, by=lambda folder: (folder / "lora_tool_train.json").write_text("[]")),
-        "LT509": Edit(CAUSAL, by=lambda folder: trained_tokens(folder, [304], rows=1), with_base=True),
-    },
-)
+EDITS = {
+    "LT521": Edit(
+        CAUSAL,
+        by=lambda folder: shutil.copytree(folder.parent / "base", folder.parent / "llama"),
+        config={"base_model_name_or_path": "/where/it/was/trained/llama"},
+        quiet=True,
+    ),
+    "LT521 windows": Edit(
+        CAUSAL,
+        by=lambda folder: shutil.copytree(folder.parent / "base", folder.parent / "llama"),
+        config={"base_model_name_or_path": "C:\\models\\llama"},
+        quiet=True,
+    ),
+    "LT507 unreadable": Edit(CAUSAL, written={"lora_tool_train.json": "[]"}),
+    "LT509": Edit(CAUSAL, by=lambda folder: trained_tokens(folder, [304], rows=1), with_base=True),
+}
+enter(__name__, EDITS)

@@ -48,30 +48,28 @@ def _lose(base: Path, name: str) -> None:
         del table[name]
 
 
-enter(
-    __name__,
-    {
-        "LT504": Edit(
-            CAUSAL,
-            config={"modules_to_save": ["embed_tokens"]},
-            tensors={"{PREFIX}model.embed_tokens.weight": raw(290, 16)},
-            with_base=True,
-        ),
-        "LT504 under LoRA": Edit(CAUSAL, by=lambda folder: lora_on_embeddings(folder, rows=310), with_base=True),
-        "LT504 torn": Edit(
-            CAUSAL,
-            config={"modules_to_save": ["embed_tokens", "lm_head"]},
-            tensors={"{PREFIX}model.embed_tokens.weight": raw(310, 16), "{PREFIX}lm_head.weight": raw(312, 16)},
-            with_base=True,
-        ),
-        "LT504 one end": Edit(
-            CAUSAL,
-            config={"modules_to_save": ["embed_tokens"]},
-            tensors={"{PREFIX}model.embed_tokens.weight": raw(310, 16)},
-            with_base=True,
-        ),
-        "LT513 bias": Edit(REWARD, tensors={"{PREFIX}score.bias": raw(1)}, with_base=True),
-        "LT513 labels": Edit(REWARD, tensors={"{PREFIX}score.bias": raw(2)}, with_base=True),
-        "LT515": Edit(CAUSAL, by=lambda folder: _lose(folder.parent / "base", "model.norm.weight"), with_base=True),
-    },
-)
+EDITS = {
+    "LT504": Edit(
+        CAUSAL,
+        config={"modules_to_save": ["embed_tokens"]},
+        tensors={"{PREFIX}model.embed_tokens.weight": raw(290, 16)},
+        with_base=True,
+    ),
+    "LT504 under LoRA": Edit(CAUSAL, by=lambda folder: lora_on_embeddings(folder, rows=310), with_base=True),
+    "LT504 torn": Edit(
+        CAUSAL,
+        config={"modules_to_save": ["embed_tokens", "lm_head"]},
+        tensors={"{PREFIX}model.embed_tokens.weight": raw(310, 16), "{PREFIX}lm_head.weight": raw(312, 16)},
+        with_base=True,
+    ),
+    "LT504 one end": Edit(
+        CAUSAL,
+        config={"modules_to_save": ["embed_tokens"]},
+        tensors={"{PREFIX}model.embed_tokens.weight": raw(310, 16)},
+        with_base=True,
+    ),
+    "LT513 bias": Edit(REWARD, tensors={"{PREFIX}score.bias": raw(1)}, with_base=True),
+    "LT513 labels": Edit(REWARD, tensors={"{PREFIX}score.bias": raw(2)}, with_base=True),
+    "LT515": Edit(CAUSAL, by=lambda folder: _lose(folder.parent / "base", "model.norm.weight"), with_base=True),
+}
+enter(__name__, EDITS)

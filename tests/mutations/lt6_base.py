@@ -24,22 +24,20 @@ def _renamed_base(folder: Path) -> None:
         table.update(base_of(folder))
 
 
-enter(
-    __name__,
-    {
-        "LT621": Edit(
-            CAUSAL_MERGED,
-            by=lambda folder: without_manifest(folder, unknown=True),
-            removed=[NORM],
-            with_base=True,
-            options={"adapters": ()},
-        ),
-        "LT622": Edit(
-            CAUSAL_MERGED,
-            by=lambda folder: without_manifest(folder, unknown=True),
-            tensors={"model.layers.0.self_attn.q_proj.bias": raw(16)},
-            with_base=True,
-            options={"adapters": ()},
-        ),
-    },
-)
+EDITS = {
+    "LT621": Edit(
+        CAUSAL_MERGED,
+        by=lambda folder: without_manifest(folder, unknown=True),
+        removed=[NORM],
+        with_base=True,
+        options={"adapters": ()},
+    ),
+    "LT622": Edit(
+        CAUSAL_MERGED,
+        by=lambda folder: without_manifest(folder, unknown=True),
+        tensors={"model.layers.0.self_attn.q_proj.bias": raw(16)},
+        with_base=True,
+        options={"adapters": ()},
+    ),
+}
+enter(__name__, EDITS)

@@ -66,22 +66,20 @@ def _no_tokenizer(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-enter(
-    __name__,
-    {
-        "LT602 by the manifest": Edit(MERGED, by=_missing),
-        "LT603": Edit(MERGED, tensors={"v_head.summary.weight": raw(1, 16)}, verified=True),
-        "LT604": Edit(MERGED, tensors={NORM: raw(8, dtype="BF16")}, verified=True),
-        "LT613 by the manifest": Edit(MERGED, by=_no_head),
-        "LT616 class": Edit(CAUSAL_MERGED, file="config.json", config={"architectures": ["LlamaModel"]}, verified=True),
-        "LT616 no class": Edit(MERGED, file="config.json", without=["architectures"], verified=True),
-        "LT616 beside the base": Edit(
-            CAUSAL_MERGED,
-            by=without_manifest,
-            file="config.json",
-            config={"rms_norm_eps": 1.0},
-            with_base=True,
-            options={"adapters": ()},
-        ),
-    },
-)
+EDITS = {
+    "LT602 by the manifest": Edit(MERGED, by=_missing),
+    "LT603": Edit(MERGED, tensors={"v_head.summary.weight": raw(1, 16)}, verified=True),
+    "LT604": Edit(MERGED, tensors={NORM: raw(8, dtype="BF16")}, verified=True),
+    "LT613 by the manifest": Edit(MERGED, by=_no_head),
+    "LT616 class": Edit(CAUSAL_MERGED, file="config.json", config={"architectures": ["LlamaModel"]}, verified=True),
+    "LT616 no class": Edit(MERGED, file="config.json", without=["architectures"], verified=True),
+    "LT616 beside the base": Edit(
+        CAUSAL_MERGED,
+        by=without_manifest,
+        file="config.json",
+        config={"rms_norm_eps": 1.0},
+        with_base=True,
+        options={"adapters": ()},
+    ),
+}
+enter(__name__, EDITS)

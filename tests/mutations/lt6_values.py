@@ -154,28 +154,24 @@ def _trained_on_swapped_columns(folder: Path) -> None:
     merged_in(folder.parent)
 
 
-enter(
-    __name__,
-    {
-        "LT609": Edit(MERGED, by=lambda folder: remerged(folder, lambda _name, delta: 2 * delta), verified=True),
-        "LT610": Edit(MERGED, by=lambda folder: remerged(folder, lambda _name, delta: delta / 2), verified=True),
-        "LT610 one tensor": Edit(
-            MERGED,
-            by=lambda folder: remerged(
-                folder, lambda name, delta: 1.2 * delta if name == f"{Q_PROJ}.weight" else delta
-            ),
-            verified=True,
-        ),
-        "LT610 subtracted": Edit(
-            CAUSAL_MERGED, by=lambda folder: remerged(folder, lambda _name, delta: -delta), verified=True
-        ),
-        "LT611": Edit(
-            MERGED,
-            by=lambda folder: remerged(folder, lambda name, delta: delta.T if name == f"{Q_PROJ}.weight" else delta),
-            verified=True,
-        ),
-        "LT605 by its bytes": Edit(MERGED, by=_one_bit, with_base=True),
-        "LT606 by its bytes": Edit(MERGED, by=_one_forgotten, with_base=True),
-        "LT607 by its bytes": Edit(MERGED, by=_nothing_merged, with_base=True),
-    },
-)
+EDITS = {
+    "LT609": Edit(MERGED, by=lambda folder: remerged(folder, lambda _name, delta: 2 * delta), verified=True),
+    "LT610": Edit(MERGED, by=lambda folder: remerged(folder, lambda _name, delta: delta / 2), verified=True),
+    "LT610 one tensor": Edit(
+        MERGED,
+        by=lambda folder: remerged(folder, lambda name, delta: 1.2 * delta if name == f"{Q_PROJ}.weight" else delta),
+        verified=True,
+    ),
+    "LT610 subtracted": Edit(
+        CAUSAL_MERGED, by=lambda folder: remerged(folder, lambda _name, delta: -delta), verified=True
+    ),
+    "LT611": Edit(
+        MERGED,
+        by=lambda folder: remerged(folder, lambda name, delta: delta.T if name == f"{Q_PROJ}.weight" else delta),
+        verified=True,
+    ),
+    "LT605 by its bytes": Edit(MERGED, by=_one_bit, with_base=True),
+    "LT606 by its bytes": Edit(MERGED, by=_one_forgotten, with_base=True),
+    "LT607 by its bytes": Edit(MERGED, by=_nothing_merged, with_base=True),
+}
+enter(__name__, EDITS)

@@ -73,7 +73,7 @@ enter(
     __name__,
     {
         "LT706": Edit(RUN, file="trainer_state.json", config={"global_step": 4}),
-        "LT709": Edit(RUN, by=lambda folder: (folder / "trainer_state.json").unlink()),
-        "LT709 optimizer": Edit(RUN, by=lambda folder: (folder / "optimizer.pt").write_bytes(b"PK")),
+        "LT709": Edit(RUN, gone=["trainer_state.json"]),
+        "LT709 optimizer": Edit(RUN, written={"optimizer.pt": "PK"}),
     },
 )

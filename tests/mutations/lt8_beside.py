@@ -37,32 +37,30 @@ def _served_bias(folder: Path) -> None:
     with_fields(folder, lora_bias=True)
 
 
-enter(
-    __name__,
-    {
-        "LT801": Edit(
-            CAUSAL,
-            by=plain,
-            config={"modules_to_save": ["model.norm"]},
-            tensors={"{PREFIX}model.norm.weight": raw(16)},
-            options={"servers": ["vllm"]},
-        ),
-        "LT801 head": Edit(REWARD, options={"servers": ["vllm"]}),
-        "LT801 head for SGLang": Edit(REWARD, options={"servers": ["sglang"]}),
-        "LT811": Edit(REWARD, quiet=True, options={"servers": ["peft"]}),
-        "LT804": Edit(
-            CAUSAL,
-            by=plain,
-            config={"trainable_token_indices": [3, 5]},
-            tensors={"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": raw(2, 16)},
-            options={"servers": ["vllm"]},
-        ),
-        "LT804 for SGLang": Edit(
-            CAUSAL,
-            by=plain,
-            config={"trainable_token_indices": [3, 5]},
-            tensors={"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": raw(2, 16)},
-            options={"servers": ["sglang"]},
-        ),
-    },
-)
+EDITS = {
+    "LT801": Edit(
+        CAUSAL,
+        by=plain,
+        config={"modules_to_save": ["model.norm"]},
+        tensors={"{PREFIX}model.norm.weight": raw(16)},
+        options={"servers": ["vllm"]},
+    ),
+    "LT801 head": Edit(REWARD, options={"servers": ["vllm"]}),
+    "LT801 head for SGLang": Edit(REWARD, options={"servers": ["sglang"]}),
+    "LT811": Edit(REWARD, quiet=True, options={"servers": ["peft"]}),
+    "LT804": Edit(
+        CAUSAL,
+        by=plain,
+        config={"trainable_token_indices": [3, 5]},
+        tensors={"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": raw(2, 16)},
+        options={"servers": ["vllm"]},
+    ),
+    "LT804 for SGLang": Edit(
+        CAUSAL,
+        by=plain,
+        config={"trainable_token_indices": [3, 5]},
+        tensors={"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": raw(2, 16)},
+        options={"servers": ["sglang"]},
+    ),
+}
+enter(__name__, EDITS)

@@ -77,28 +77,24 @@ def _served_packed_queries(folder: Path) -> None:
         config["target_modules"] = ["c_attn" if name == "q_proj" else name for name in config["target_modules"]]
 
 
-enter(
-    __name__,
-    {
-        "LT813": Edit(CAUSAL, by=plain, options={"servers": ["mlx"]}),
-        "LT806": Edit(CAUSAL, config={"use_rslora": False}, options={"servers": ["vllm"]}),
-        "LT806 for SGLang": Edit(CAUSAL, config={"use_rslora": False}, options={"servers": ["sglang"]}),
-        "LT807": Edit(CAUSAL, by=plain, config={"use_rslora": True}, options={"servers": ["sglang"]}),
-        "LT807 for llama.cpp": Edit(CAUSAL, by=plain, config={"use_rslora": True}, options={"servers": ["llama.cpp"]}),
-        "LT808": Edit(CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}, options={"servers": ["vllm"]}),
-        "LT808 for SGLang": Edit(
-            CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}, options={"servers": ["sglang"]}
-        ),
-        "LT808 for PEFT": Edit(
-            CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}, options={"servers": ["peft"]}
-        ),
-        "LT808 for LoRA-GA": Edit(
-            CAUSAL, by=plain, config={"init_lora_weights": "lora_ga"}, options={"servers": ["peft"]}
-        ),
-        "LT808 for CorDA": Edit(CAUSAL, by=plain, config={"init_lora_weights": "corda"}, options={"servers": ["peft"]}),
-        "LT810": Edit(CAUSAL, by=plain, config={"alora_invocation_tokens": [1, 2]}, options={"servers": ["vllm"]}),
-        "LT810 for SGLang": Edit(
-            CAUSAL, by=plain, config={"alora_invocation_tokens": [1, 2]}, options={"servers": ["sglang"]}
-        ),
-    },
-)
+EDITS = {
+    "LT813": Edit(CAUSAL, by=plain, options={"servers": ["mlx"]}),
+    "LT806": Edit(CAUSAL, config={"use_rslora": False}, options={"servers": ["vllm"]}),
+    "LT806 for SGLang": Edit(CAUSAL, config={"use_rslora": False}, options={"servers": ["sglang"]}),
+    "LT807": Edit(CAUSAL, by=plain, config={"use_rslora": True}, options={"servers": ["sglang"]}),
+    "LT807 for llama.cpp": Edit(CAUSAL, by=plain, config={"use_rslora": True}, options={"servers": ["llama.cpp"]}),
+    "LT808": Edit(CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}, options={"servers": ["vllm"]}),
+    "LT808 for SGLang": Edit(
+        CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}, options={"servers": ["sglang"]}
+    ),
+    "LT808 for PEFT": Edit(
+        CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}, options={"servers": ["peft"]}
+    ),
+    "LT808 for LoRA-GA": Edit(CAUSAL, by=plain, config={"init_lora_weights": "lora_ga"}, options={"servers": ["peft"]}),
+    "LT808 for CorDA": Edit(CAUSAL, by=plain, config={"init_lora_weights": "corda"}, options={"servers": ["peft"]}),
+    "LT810": Edit(CAUSAL, by=plain, config={"alora_invocation_tokens": [1, 2]}, options={"servers": ["vllm"]}),
+    "LT810 for SGLang": Edit(
+        CAUSAL, by=plain, config={"alora_invocation_tokens": [1, 2]}, options={"servers": ["sglang"]}
+    ),
+}
+enter(__name__, EDITS)

@@ -12,7 +12,7 @@ from lora_tool import plan_merge
 from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
 from lora_tool.plans.algebra.plan_combine import plan_resize
-from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, Raw, fields, tensors
+from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, Raw, fields, renamed, tensors
 from tests.mutations import places
 from tests.mutations.merged_models import weights
 
@@ -71,7 +71,14 @@ class Edit:
     _: KW_ONLY
     by: Callable[[Path], object] = field(default=lambda _: None)
     """What is done first."""
+    written: Mapping[str, str] = field(default_factory=dict)
+    """Files, and what stands in them."""
+    gone: Sequence[str] = ()
+    """Files that are lost."""
+    renamed: Callable[[str], str] | None = None
+    """What its tensors are called instead."""
     file: str = CONFIG
+    """The JSON file of which `config` and `without` say the fields."""
     config: Mapping[str, Any] = field(default_factory=dict)
     without: Sequence[str] = ()
     """Fields that the config loses."""
@@ -88,6 +95,12 @@ class Edit:
 
     def injure(self, folder: Path) -> None:
         self.by(folder)
+        for name, text in self.written.items():
+            (folder / name).write_text(text)
+        for name in self.gone:
+            (folder / name).unlink()
+        if self.renamed:
+            renamed(folder, self.renamed)
         if self.base:
             with fields(folder.parent / "base", "config.json") as config:
                 config.update(self.base)
