@@ -63,7 +63,7 @@ def test_noise_in_a_pickle(tmp_path: Path, name: str) -> None:
     random_ = random.Random(name)
     original = FIXTURES / "zero" / "stage3-reward"
     folder = Path(shutil.copytree(original, tmp_path / "run"))
-    for _ in range(25):
+    for _ in range(15):
         shutil.copy(original / "global_step2" / name, folder / "global_step2" / name)
         repickled(folder / "global_step2" / name, lambda data: with_noise(data, random_))
         judge(folder)
@@ -74,7 +74,7 @@ def test_noise_in_the_metadata(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FIXTURES / "fsdp2-reward", tmp_path / "run"))
     (metadata,) = folder.rglob(".metadata")
     good = metadata.read_bytes()
-    for _ in range(50):
+    for _ in range(30):
         metadata.write_bytes(with_noise(good, random_))
         judge(folder)
 
@@ -84,7 +84,7 @@ def test_noise_in_a_whole_file(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FIXTURES / "zero" / "stage2-tied", tmp_path / "run"))
     for path in sorted((folder / "global_step2").iterdir()):
         good = path.read_bytes()
-        for _ in range(12):
+        for _ in range(7):
             path.write_bytes(with_noise(good, random_))
             judge(folder)
         path.write_bytes(good)
@@ -93,25 +93,15 @@ def test_noise_in_a_whole_file(tmp_path: Path) -> None:
 Table = dict[str, Any]
 
 
+def resave(path: Path, change: Callable[[Table], object]) -> None:
+    value = torch.load(path, weights_only=False)
+    change(value)
+    torch.save(value, path)
+
+
 def huge_shape(value: Table) -> None:
     group = value["param_shapes"][0]
     group[next(iter(group))] = torch.Size([2**40, 2**40])
-
-
-def many_groups(value: Table) -> None:
-    value["param_shapes"] *= 50
-
-
-def no_shapes(value: Table) -> None:
-    value["param_shapes"] = None
-
-
-def text_for_shapes(value: Table) -> None:
-    value["param_shapes"] = "many"
-
-
-def names_that_are_numbers(value: Table) -> None:
-    value["module"] = {1: torch.ones(2)}
 
 
 def a_name_that_is_no_text(value: Table) -> None:
@@ -120,81 +110,56 @@ def a_name_that_is_no_text(value: Table) -> None:
     ]
 
 
-def a_name_of_the_format(value: Table) -> None:
-    value["module"]["__metadata__"] = torch.ones(3)
-
-
-def tensors_that_are_text(value: Table) -> None:
-    value["module"] = dict.fromkeys(value["module"], "weights")
-
-
-def a_huge_world(value: Table) -> None:
-    value["dp_world_size"] = 10**18
-
-
 def a_loop_of_ties(value: Table) -> None:
     names = list(value["module"])
     value["shared_params"] = {names[0]: names[1], names[1]: names[0]}
 
 
-def a_tie_to_nothing(value: Table) -> None:
-    value["shared_params"] = {next(iter(value["module"])): "nowhere"}
+MODEL_LIES: dict[str, Callable[[Table], object]] = {
+    "a huge shape": huge_shape,
+    "many groups": lambda value: value.update(param_shapes=value["param_shapes"] * 50),
+    "no shapes": lambda value: value.update(param_shapes=None),
+    "text for shapes": lambda value: value.update(param_shapes="many"),
+    "names that are numbers": lambda value: value.update(module={1: torch.ones(2)}),
+    "a name that is no text": a_name_that_is_no_text,
+    "a name of the format": lambda value: value["module"].update(__metadata__=torch.ones(3)),
+    "tensors that are text": lambda value: value.update(module=dict.fromkeys(value["module"], "weights")),
+    "a huge world": lambda value: value.update(dp_world_size=10**18),
+    "a loop of ties": a_loop_of_ties,
+    "a tie to nothing": lambda value: value.update(shared_params={next(iter(value["module"])): "nowhere"}),
+}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        huge_shape,
-        many_groups,
-        no_shapes,
-        text_for_shapes,
-        names_that_are_numbers,
-        a_name_that_is_no_text,
-        a_name_of_the_format,
-        tensors_that_are_text,
-        a_huge_world,
-        a_loop_of_ties,
-        a_tie_to_nothing,
-    ],
-)
+@pytest.mark.parametrize("lie", MODEL_LIES)
 @pytest.mark.parametrize("name", ["stage2-tied", "stage3-reward"])
-def test_model_files_that_lie(tmp_path: Path, name: str, change: Callable[[Table], None]) -> None:
+def test_model_files_that_lie(tmp_path: Path, name: str, lie: str) -> None:
     folder = Path(shutil.copytree(FIXTURES / "zero" / name, tmp_path / "run"))
     for path in (folder / "global_step2").glob("*model_states.pt"):
-        value = torch.load(path, weights_only=False)
-        change(value)
-        torch.save(value, path)
+        resave(path, MODEL_LIES[lie])
     judge(folder)
 
 
-def a_huge_partition_count(value: Table) -> None:
-    value["optimizer_state_dict"]["partition_count"] = 10**18
+def integers_for_groups(state: Table) -> None:
+    state["fp32_flat_groups"] = [group.int() for group in state["fp32_flat_groups"]]
 
 
-def no_optimizer(value: Table) -> None:
-    value["optimizer_state_dict"] = None
+OPTIMIZER_LIES: dict[str, Callable[[Table], object]] = {
+    "a huge partition count": lambda value: value["optimizer_state_dict"].update(partition_count=10**18),
+    "no optimizer": lambda value: value.update(optimizer_state_dict=None),
+    "matrices for groups": lambda value: value["optimizer_state_dict"].update(fp32_flat_groups=[torch.ones(2, 2)]),
+    "integers for groups": lambda value: integers_for_groups(value["optimizer_state_dict"]),
+}
 
 
-def matrices_for_groups(value: Table) -> None:
-    value["optimizer_state_dict"]["fp32_flat_groups"] = [torch.ones(2, 2)]
-
-
-def integers_for_groups(value: Table) -> None:
-    groups = value["optimizer_state_dict"]["fp32_flat_groups"]
-    value["optimizer_state_dict"]["fp32_flat_groups"] = [group.int() for group in groups]
-
-
-@pytest.mark.parametrize("change", [a_huge_partition_count, no_optimizer, matrices_for_groups, integers_for_groups])
-def test_optimizer_files_that_lie(tmp_path: Path, change: Callable[[Table], None]) -> None:
+@pytest.mark.parametrize("lie", OPTIMIZER_LIES)
+def test_optimizer_files_that_lie(tmp_path: Path, lie: str) -> None:
     folder = tmp_path / "run"
     write(folder, {"model.norm.weight": (7, 3)}, {"model.embed.weight": (10,)}, ranks=2)
     assert validate(open_sharded(folder), deep=True).findings == ()
     for path in (folder / "global_step10").glob("*optim_states.pt"):
-        value = torch.load(path, weights_only=False)
-        change(value)
-        torch.save(value, path)
+        resave(path, OPTIMIZER_LIES[lie])
     judge(folder)
-    if change is not a_huge_partition_count:
+    if lie != "a huge partition count":
         assert validate(open_sharded(folder)).worst is Severity.ERROR
 
 

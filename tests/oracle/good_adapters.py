@@ -71,10 +71,6 @@ def _headless() -> PreTrainedModel:
     return model
 
 
-def _one_label() -> PreTrainedModel:
-    return tiny_model("llama", "seq-cls", num_labels=1)
-
-
 def _whisper() -> PreTrainedModel:
     sizes = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 64, "max_source_positions": 16}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
@@ -126,7 +122,6 @@ GOOD: Mapping[str, Good] = {
     "lora-bias": Good(model=_qwen, config={"target_modules": QV, "lora_bias": True}),
     "bias-all": Good(model=_qwen, config={"target_modules": QV, "bias": "all"}),
     "bias-lora-only": Good(model=_qwen, config={"target_modules": QV, "bias": "lora_only"}),
-    "embedding": Good(config={"target_modules": ["embed_tokens", "q_proj"]}),
     "embedding-and-output": Good(config={"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
     "tied-output": Good(model=_tied, config={"target_modules": ["lm_head", "q_proj"]}),
     "saved-ends": Good(config={"target_modules": QV, "modules_to_save": ["embed_tokens", "lm_head"]}),
@@ -136,7 +131,6 @@ GOOD: Mapping[str, Good] = {
     "tokens-by-name": Good(
         config={"target_modules": QV, "trainable_token_indices": {"embed_tokens": [1], "lm_head": [1]}}
     ),
-    "resized": Good(config={"target_modules": QV}, vocabulary=104),
     "experts": Good(
         model=_mixtral,
         config={
@@ -163,9 +157,6 @@ GOOD: Mapping[str, Good] = {
     "excluded": Good(
         config={"target_modules": [*QV, "up_proj"], "exclude_modules": ["up_proj", "layers.0.self_attn.q_proj"]}
     ),
-    "excluded-one-by-one": Good(
-        config={"target_modules": [*QV, "up_proj"], "exclude_modules": [f"layers.{n}.mlp.up_proj" for n in range(2)]}
-    ),
     "excluded-by-regex": Good(config={"target_modules": QV, "exclude_modules": r".*layers\.0.*"}),
     "regex": Good(config={"target_modules": r".*\.(q|v)_proj"}),
     "rank-patterns": Good(
@@ -188,14 +179,12 @@ GOOD: Mapping[str, Good] = {
     ),
     "adapter-name": Good(config={"target_modules": QV}, rename=_RENAMED_ALL),
     "named-adapter": Good(config={"target_modules": QV}, adapter_name="policy"),
-    "old-peft": Good(config={"target_modules": QV}, fields=_OLD_FIELDS),
     "oldest-peft": Good(
         config={"target_modules": QV},
         fields=_OLD_FIELDS,
         others={"enable_lora": None, "merge_weights": False, "target_modules": QV, "lora_alpha": 8.0},
     ),
     "newer-peft": Good(config={"target_modules": QV}, others={"lora_magic": {"depth": 3}, "peft_version": "9.0.0"}),
-    "gaussian": Good(config={"target_modules": QV, "init_lora_weights": "gaussian"}),
     "random-init": Good(config={"target_modules": QV, "init_lora_weights": False}),
     "eva": Good(config={"target_modules": QV, "init_lora_weights": "eva"}),
     "pissa-niter": Good(config={"target_modules": QV, "init_lora_weights": "pissa_niter_4", "r": 64}),
@@ -236,27 +225,16 @@ GOOD: Mapping[str, Good] = {
             "exclude_modules": ["layers.1.mlp.down_proj"],
         },
     ),
-    "one-module": Good(config={"target_modules": ["model.layers.1.mlp.up_proj"]}),
-    "regex-with-layers": Good(
-        config={"target_modules": r"model\.layers\.(0|1)\.(self_attn\.[qv]_proj|mlp\.down_proj)"}
-    ),
-    "layers-as-list": Good(
-        config={"target_modules": QV, "layers_to_transform": [0, 1], "layers_pattern": ["layers", "blocks"]}
-    ),
     "block-saved": Good(config={"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}),
     "saved-by-path": Good(config={"target_modules": QV, "modules_to_save": ["model.norm", "layers.0.mlp.up_proj"]}),
     "half": Good(config={"target_modules": QV}, dtype=torch.float16),
     "bfloat16": Good(config={"target_modules": [*QV, "embed_tokens"]}, dtype=torch.bfloat16, sixteen_bit=True),
-    "rank-one": Good(config={"target_modules": QV, "r": 1, "lora_alpha": 1}),
     "rank-of-the-width": Good(config={"target_modules": QV, "r": 32, "lora_alpha": 0.5}),
     "negative-alpha": Good(config={"target_modules": QV, "lora_alpha": -8}),
     "attention-of-torch": Good(model=Attention, config={"target_modules": ["attention", "out"]}, task=None),
     "features": Good(model=_headless, config={"target_modules": QV}, task="FEATURE_EXTRACTION"),
     "mamba": Good(
         model=partial(tiny_model, "mamba", "causal-lm"), config={"target_modules": ["x_proj", "in_proj", "embeddings"]}
-    ),
-    "gpt2-reward": Good(
-        model=partial(tiny_model, "gpt2", "seq-cls"), config={"target_modules": ["c_attn"]}, task="SEQ_CLS"
     ),
     "qwen-reward": Good(
         model=partial(tiny_model, "qwen2", "seq-cls"),
@@ -291,7 +269,6 @@ GOOD: Mapping[str, Good] = {
         config={"target_modules": ["c_attn"], "bias": "all"},
         task="SEQ_CLS",
     ),
-    "reward-of-one": Good(model=_one_label, config={"target_modules": QV, "use_rslora": True}, task="SEQ_CLS"),
     "deberta": Good(
         model=partial(tiny_model, "deberta-v2", "seq-cls"),
         config={"target_modules": ["query_proj"], "modules_to_save": ["pooler", "classifier"]},
@@ -305,10 +282,6 @@ GOOD: Mapping[str, Good] = {
     "speech": Good(model=_whisper, config={"target_modules": QV}, task=None),
     "reward": Good(model=_reward, config={"target_modules": QV}, task="SEQ_CLS"),
     "reward-by-class": Good(model=_reward, config={"target_modules": QV, "modules_to_save": ["score"]}, task=None),
-    "reward-dora": Good(model=_reward, config={"target_modules": QV, "use_dora": True}, task="SEQ_CLS"),
-    "roberta": Good(
-        model=partial(tiny_model, "roberta", "seq-cls"), config={"target_modules": ["query"]}, task="SEQ_CLS"
-    ),
     "distilbert": Good(
         model=partial(tiny_model, "distilbert", "seq-cls"),
         config={"target_modules": ["q_lin"], "modules_to_save": ["pre_classifier"]},
@@ -328,11 +301,6 @@ GOOD: Mapping[str, Good] = {
         model=partial(_classifier, AutoModelForQuestionAnswering, "bert"),
         config={"target_modules": ["query"]},
         task="QUESTION_ANS",
-    ),
-    "translation": Good(
-        model=partial(_classifier, AutoModelForSeq2SeqLM, "t5"),
-        config={"target_modules": ["q", "v"]},
-        task="SEQ_2_SEQ_LM",
     ),
     "images": Good(
         model=_vit, config={"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]}, task=None

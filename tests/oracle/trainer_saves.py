@@ -68,7 +68,7 @@ def new_modules(out: Path) -> None:
                 if parameter.requires_grad:
                     parameter.normal_()
         save_file(module.state_dict(), out / f"truth-{short}.safetensors")
-        module.save_pretrained(out / f"adapter-{short}")
+        module.save_pretrained(str(out / f"adapter-{short}"))
         MODULES[dtype] = module
 
 
