@@ -56,7 +56,7 @@ def _bias_of_lora_without_place(folder: Path) -> None:
 
 
 EDITS = {
-    "LT207": Edit(CAUSAL, tensors={**lora("model.layers.0.mlp.up_proj", rows=32, columns=16)}),
+    "LT207": Edit(CAUSAL, tensors=lora("model.layers.0.mlp.up_proj", rows=32, columns=16)),
     "LT207 saved": Edit(CAUSAL, tensors={"{PREFIX}model.layers.0.mlp.up_proj.weight": raw(32, 16)}),
     "LT207 bias": Edit(CAUSAL, tensors={"{PREFIX}model.layers.0.self_attn.k_proj.bias": raw(8)}),
     "LT207 tokens": Edit(

@@ -11,14 +11,6 @@ from tests.mutations import places
 from tests.mutations.registry import CAUSAL, FIXTURES, REWARD, RUN, Edit, breaks, enter
 
 
-@breaks("LT201 nothing but its magnitude", CAUSAL)
-def _magnitude_alone(folder: Path) -> None:
-    _dora(folder)
-    with tensors(folder) as table:
-        for part in "AB":
-            del table[f"{places.Q_PROJ}.lora_{part}.weight"]
-
-
 def _dora(folder: Path) -> None:
     with fields(folder) as config:
         config["use_dora"] = True
@@ -28,14 +20,6 @@ def _dora(folder: Path) -> None:
             table[name.replace(".lora_B.weight", ".lora_magnitude_vector")] = raw(rows)
 
 
-@breaks("LT202 magnitude as a column", CAUSAL)
-def _magnitude_as_a_column(folder: Path) -> None:
-    _dora(folder)
-    with tensors(folder) as table:
-        name = f"{places.Q_PROJ}.lora_magnitude_vector"
-        table[name] = raw(*table[name].shape, 1)
-
-
 @breaks("LT204", CAUSAL)
 def _swapped(folder: Path) -> None:
     with tensors(folder) as table:
@@ -43,35 +27,22 @@ def _swapped(folder: Path) -> None:
         table[a], table[b] = table[b], table[a]
 
 
-@breaks("LT206", CAUSAL)
-def _zero_size(folder: Path) -> None:
-    with tensors(folder) as table:
-        for name in table:
-            table[name] = edit.emptied(table[name])
-
-
-@breaks("LT206 one pair", CAUSAL)
-def _one_zero_size(folder: Path) -> None:
-    with tensors(folder) as table:
-        for part in "AB":
-            name = f"{places.Q_PROJ}.lora_{part}.weight"
-            table[name] = edit.emptied(table[name])
-
-
-@breaks("LT206 one factor", CAUSAL)
-def _one_zero_factor(folder: Path) -> None:
-    with tensors(folder) as table:
-        name = f"{places.Q_PROJ}.lora_A.weight"
-        table[name] = edit.emptied(table[name])
-
-
-@breaks("LT206 in a run", RUN)
-def _zero_size_with_tag(folder: Path) -> None:
-    _zero_size(folder)
-    shutil.copytree(FIXTURES / "zero" / "stage3-reward" / "global_step2", folder / "global_step2")
-
-
 EDITS = {
+    "LT201 nothing but its magnitude": Edit(
+        CAUSAL, by=_dora, removed=["{Q_PROJ}.lora_A.weight", "{Q_PROJ}.lora_B.weight"]
+    ),
+    "LT202 magnitude as a column": Edit(
+        CAUSAL, by=_dora, changed={"{Q_PROJ}.lora_magnitude_vector": lambda old: raw(*old.shape, 1)}
+    ),
+    "LT206": Edit(CAUSAL, changed={"*": edit.emptied}),
+    "LT206 one pair": Edit(CAUSAL, changed={"{Q_PROJ}.lora_*.weight": edit.emptied}),
+    "LT206 one factor": Edit(CAUSAL, changed={"{Q_PROJ}.lora_A.weight": edit.emptied}),
+    "LT206 with the head": Edit(REWARD, changed={"*": edit.emptied}),
+    "LT206 in a run": Edit(
+        RUN,
+        by=lambda folder: shutil.copytree(FIXTURES / "zero/stage3-reward/global_step2", folder / "global_step2"),
+        changed={"*": edit.emptied},
+    ),
     "LT201": Edit(CAUSAL, removed=["{Q_PROJ}.lora_B.weight"]),
     "LT201 without A": Edit(REWARD, removed=["{Q_PROJ}.lora_A.weight"]),
     "LT202": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_B.weight": raw(16, 2)}),
@@ -82,7 +53,6 @@ EDITS = {
     "LT204 everywhere": Edit(
         REWARD, renamed=lambda name: name.translate(str.maketrans("AB", "BA")) if ".lora_" in name else name
     ),
-    "LT206 with the head": Edit(REWARD, by=_zero_size),
     "LT212": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.weight": raw(4, 16, dtype="I8")}),
     "LT212 head": Edit(REWARD, tensors={"{SCORE}": raw(1, 16, dtype="I8")}),
     "LT212 norm": Edit(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests import checkpoint_edits as edit
-from tests.checkpoint_edits import PREFIX, fields, raw, tensors
-from tests.mutations import places
+from tests.checkpoint_edits import PREFIX, raw, tensors
 from tests.mutations.registry import CAUSAL, REWARD, Edit, breaks, enter
 
 
@@ -27,19 +26,6 @@ def _raw_beside_saved(folder: Path) -> None:
         table |= {name.replace(".weight", ".default.weight"): tensor for name, tensor in table.items()}
 
 
-@breaks("LT213", REWARD)
-def _original_module(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{PREFIX}score.original_module.weight"] = table[places.SCORE]
-
-
-@breaks("LT213 both copies", REWARD)
-def _raw_state(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{PREFIX}score.modules_to_save.default.weight"] = table[places.SCORE]
-        table[f"{PREFIX}score.original_module.weight"] = table[places.SCORE]
-
-
 @breaks("LT505", CAUSAL, with_base=True)
 def _layer_lost(folder: Path) -> None:
     with tensors(folder) as table:
@@ -47,15 +33,18 @@ def _layer_lost(folder: Path) -> None:
             del table[name]
 
 
-@breaks("LT505 output layer", CAUSAL, with_base=True)
-def _output_layer_without_its_lora(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{PREFIX}lm_head.base_layer.weight"] = raw(304, 16)
-    with fields(folder) as config:
-        config["target_modules"] = [*config["target_modules"], "lm_head"]
-
-
 EDITS = {
+    "LT505 output layer": Edit(
+        CAUSAL, target="lm_head", tensors={"{PREFIX}lm_head.base_layer.weight": raw(304, 16)}, with_base=True
+    ),
+    "LT213": Edit(REWARD, copied={"{PREFIX}score.original_module.weight": "{SCORE}"}),
+    "LT213 both copies": Edit(
+        REWARD,
+        copied={
+            "{PREFIX}score.modules_to_save.default.weight": "{SCORE}",
+            "{PREFIX}score.original_module.weight": "{SCORE}",
+        },
+    ),
     "LT211 reward": Edit(REWARD, by=_no_prefix),
     "LT211 compiled": Edit(CAUSAL, renamed=lambda name: name.replace(PREFIX, f"{PREFIX}_orig_mod.")),
     "LT211 compiled outside": Edit(CAUSAL, renamed=lambda name: f"_orig_mod.{name}"),

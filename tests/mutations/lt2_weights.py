@@ -3,82 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from tests import checkpoint_edits as edit
-from tests.checkpoint_edits import raw, tensors
-from tests.mutations import places
-from tests.mutations.registry import CAUSAL, REWARD, Edit, breaks, enter
+from tests.checkpoint_edits import Raw, raw
+from tests.mutations.registry import CAUSAL, REWARD, Edit, enter
 
 
-@breaks("LT208", CAUSAL)
-def _never_moved(folder: Path) -> None:
-    with tensors(folder) as table:
-        for name, tensor in table.items():
-            if ".lora_B." in name:
-                table[name] = raw(*tensor.shape, value=0.0)
+def _zero(tensor: Raw) -> Raw:
+    return raw(*tensor.shape, dtype=tensor.dtype, value=0.0)
 
 
-@breaks("LT208 either factor", CAUSAL, ignore=("LT219",))
-def _a_factor_of_each_is_zero(folder: Path) -> None:
-    with tensors(folder) as table:
-        for name, tensor in table.items():
-            if (".lora_A." if "layers.0." in name else ".lora_B.") in name:
-                table[name] = raw(*tensor.shape, value=0.0)
+def _rows_of(rank: int, tensor: Raw) -> Raw:
+    """Leave the rows that one of four ranks gathered, the others zero."""
+    each, columns = -(-tensor.shape[0] // 4), len(tensor.data) // tensor.shape[0]
+    first, last = (each * columns * at for at in (rank, rank + 1))
+    return replace(tensor, data=(bytes(first) + tensor.data[first:last]).ljust(len(tensor.data), b"\0"))
 
 
-def _keep_rows_of(rank: int, folder: Path) -> None:
-    """Leave of every lora_B the rows that one of four ranks gathered, the others zero."""
-    with tensors(folder) as table:
-        for name, tensor in table.items():
-            if ".lora_B." in name:
-                each = -(-tensor.shape[0] // 4)
-                columns = len(tensor.data) // tensor.shape[0]
-                kept = tensor.data[rank * each * columns : (rank + 1) * each * columns]
-                before = bytes(rank * each * columns)
-                table[name] = replace(tensor, data=(before + kept).ljust(len(tensor.data), b"\0"))
-
-
-@breaks("LT228", CAUSAL)
-def _on_a_weight_that_is_read_directly(folder: Path) -> None:
-    edit.renamed(folder, lambda name: name.replace("layers.0.self_attn.q_proj", "layers.0.mixer.dt_proj"))
-    with edit.fields(folder, "adapter_config.json") as config:
-        config["target_modules"] = [*config["target_modules"], "dt_proj"]
-
-
-@breaks("LT311", REWARD)
-def _head_of_zeros(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[places.SCORE] = raw(*table[places.SCORE].shape, value=0.0)
-
-
-@breaks("LT220", CAUSAL)
-def _exploded(folder: Path) -> None:
-    with tensors(folder) as table:
-        name = f"{places.Q_PROJ}.lora_B.weight"
-        table[name] = edit.scaled(table[name], 2.0**30)
-
-
-@breaks("LT220 one bit", REWARD)
-def _flipped_bit(folder: Path) -> None:
-    with tensors(folder) as table:
-        name = f"{places.Q_PROJ}.lora_B.weight"
-        data = bytearray(table[name].data)
-        data[43] ^= 0x40  # the highest bit of an exponent
-        table[name] = edit.Raw("F32", (16, 4), bytes(data))
-
-
-@breaks("LT220 large", REWARD)
-def _large(folder: Path) -> None:
-    with tensors(folder) as table:
-        name = f"{places.Q_PROJ}.lora_B.weight"
-        table[name] = edit.scaled(table[name], 2.0**20)
+def _one_bit(tensor: Raw) -> Raw:
+    data = bytearray(tensor.data)
+    data[43] ^= 0x40  # the highest bit of an exponent
+    return replace(tensor, data=bytes(data))
 
 
 EDITS = {
-    "LT227": Edit(CAUSAL, by=lambda folder: _keep_rows_of(0, folder)),
-    "LT227 another rank": Edit(REWARD, by=lambda folder: _keep_rows_of(2, folder)),
-    "LT208 reward": Edit(REWARD, by=_never_moved),
+    "LT208": Edit(CAUSAL, changed={"*.lora_B.*": _zero}),
+    "LT208 reward": Edit(REWARD, changed={"*.lora_B.*": _zero}),
+    "LT208 either factor": Edit(
+        CAUSAL, changed={"*.layers.0.*.lora_A.*": _zero, "*.layers.1.*.lora_B.*": _zero}, options={"ignore": ("LT219",)}
+    ),
+    "LT227": Edit(CAUSAL, changed={"*.lora_B.*": lambda tensor: _rows_of(0, tensor)}),
+    "LT227 another rank": Edit(REWARD, changed={"*.lora_B.*": lambda tensor: _rows_of(2, tensor)}),
+    "LT228": Edit(
+        CAUSAL,
+        renamed=lambda name: name.replace("layers.0.self_attn.q_proj", "layers.0.mixer.dt_proj"),
+        target="dt_proj",
+    ),
+    "LT311": Edit(REWARD, changed={"{SCORE}": _zero}),
+    "LT220": Edit(CAUSAL, changed={"{Q_PROJ}.lora_B.weight": lambda tensor: edit.scaled(tensor, 2.0**30)}),
+    "LT220 large": Edit(REWARD, changed={"{Q_PROJ}.lora_B.weight": lambda tensor: edit.scaled(tensor, 2.0**20)}),
+    "LT220 one bit": Edit(REWARD, changed={"{Q_PROJ}.lora_B.weight": _one_bit}),
     "LT209": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.weight": raw(4, 16, value=float("nan"))}),
     "LT209 in the head": Edit(REWARD, tensors={"{SCORE}": raw(1, 16, dtype="BF16", value=float("inf"))}),
     "LT219": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.weight": edit.filled(0.25, 4, 16)}),

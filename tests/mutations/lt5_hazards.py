@@ -43,17 +43,6 @@ def _base_that_is_not_named(folder: Path) -> None:
         config["base_model_name_or_path"] = str(folder.parent / "named")
 
 
-@breaks("LT508", CAUSAL, with_base=True, quiet=True)
-def _lora_on_tied_end(folder: Path) -> None:
-    base = folder.parent / "base"
-    with fields(base, "config.json") as config:
-        config["tie_word_embeddings"] = True
-    with tensors(folder) as table:
-        table.update(lora("lm_head", rows=304, columns=16))
-    with fields(folder) as config:
-        config["target_modules"].append("lm_head")
-
-
 @breaks("LT510", CAUSAL, with_base=True)
 def _base_of_experts(folder: Path) -> None:
     base = folder.parent / "base"
@@ -74,6 +63,14 @@ def _base_that_holds_it(folder: Path) -> None:
 
 
 EDITS = {
+    "LT508": Edit(
+        CAUSAL,
+        base={"tie_word_embeddings": True},
+        target="lm_head",
+        tensors=lora("lm_head", rows=304, columns=16),
+        with_base=True,
+        quiet=True,
+    ),
     "LT521": Edit(
         CAUSAL,
         by=lambda folder: shutil.copytree(folder.parent / "base", folder.parent / "llama"),

@@ -5,37 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests import checkpoint_edits as edit
-from tests.checkpoint_edits import INDEX, PREFIX, fields, lora_on_embeddings, raw, tensors
-from tests.mutations import places
-from tests.mutations.registry import CAUSAL, REWARD, Edit, breaks, enter
+from tests.checkpoint_edits import INDEX, fields, lora_on_embeddings, raw, tensors
+from tests.mutations.registry import CAUSAL, REWARD, Edit, enter
 
 
-@breaks("LT513", REWARD, with_base=True)
-def _head_under_another_name(folder: Path) -> None:
-    with tensors(folder) as table:
-        table[f"{PREFIX}classifier.weight"] = table.pop(places.SCORE)
-
-
-@breaks("LT514", CAUSAL, with_base=True)
-def _two_ends_for_one(folder: Path) -> None:
-    _tie(folder.parent / "base")
-    with tensors(folder) as table:
-        table[f"{PREFIX}model.embed_tokens.weight"] = raw(304, 16)
-        table[f"{PREFIX}lm_head.weight"] = edit.scaled(raw(304, 16), 2.0)
-
-
-@breaks("LT514 tokens", CAUSAL, with_base=True)
-def _other_tokens_of_one_end(folder: Path) -> None:
-    _tie(folder.parent / "base")
-    with fields(folder) as config:
-        config["trainable_token_indices"] = {"embed_tokens": [1], "lm_head": [2]}
-    with tensors(folder) as table:
-        for end in ("model.embed_tokens", "lm_head"):
-            table[f"{PREFIX}{end}.token_adapter.trainable_tokens_delta"] = raw(1, 16)
-
-
-def _tie(base: Path) -> None:
+def _tie(folder: Path) -> None:
     """Make the base one whose embeddings are tied, and stored once."""
+    base = folder.parent / "base"
     with fields(base, "config.json") as config:
         config["tie_word_embeddings"] = True
     _lose(base, "lm_head.weight")
@@ -49,6 +25,26 @@ def _lose(base: Path, name: str) -> None:
 
 
 EDITS = {
+    "LT513": Edit(REWARD, copied={"{PREFIX}classifier.weight": "{SCORE}"}, removed=["{SCORE}"], with_base=True),
+    "LT514": Edit(
+        CAUSAL,
+        by=_tie,
+        tensors={
+            "{PREFIX}model.embed_tokens.weight": raw(304, 16),
+            "{PREFIX}lm_head.weight": edit.scaled(raw(304, 16), 2.0),
+        },
+        with_base=True,
+    ),
+    "LT514 tokens": Edit(
+        CAUSAL,
+        by=_tie,
+        config={"trainable_token_indices": {"embed_tokens": [1], "lm_head": [2]}},
+        tensors={
+            "{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": raw(1, 16),
+            "{PREFIX}lm_head.token_adapter.trainable_tokens_delta": raw(1, 16),
+        },
+        with_base=True,
+    ),
     "LT504": Edit(
         CAUSAL,
         config={"modules_to_save": ["embed_tokens"]},

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,12 +27,6 @@ from tests.mutations.merged_models import (
 from tests.mutations.registry import CAUSAL_MERGED, MERGED, Edit, breaks, enter, merged_in
 
 
-@breaks("LT605", MERGED, verified=True)
-def _one_bit(folder: Path) -> None:
-    with weights(folder) as table:
-        table[NORM] = flipped(table[NORM])
-
-
 @breaks("LT606", MERGED, verified=True)
 def _one_forgotten(folder: Path) -> None:
     base = base_of(folder)
@@ -38,52 +34,11 @@ def _one_forgotten(folder: Path) -> None:
         table[f"{Q_PROJ}.weight"] = base[f"{Q_PROJ}.weight"]
 
 
-@breaks("LT607", MERGED, verified=True)
-def _nothing_merged(folder: Path) -> None:
-    remerged(folder, lambda _name, delta: 0 * delta)
-
-
 @breaks("LT607 without a head", CAUSAL_MERGED, verified=True)
 def _the_base(folder: Path) -> None:
     base = base_of(folder)
     with weights(folder) as table:
         table.update(base)
-
-
-@breaks("LT608", MERGED, verified=True)
-def _rows_of_zeros(folder: Path) -> None:
-    with weights(folder) as table:
-        tensor = table[f"{Q_PROJ}.weight"]
-        values = numbers(tensor)
-        values[8:12] = 0
-        table[f"{Q_PROJ}.weight"] = stored(values, tensor)
-
-
-@breaks("LT626", "causal-llama/resized", verified=True)
-def _a_row_of_a_factor(folder: Path) -> None:
-    with tensors(folder) as table:
-        name = f"{PREFIX}{Q_PROJ}.lora_B.weight"
-        values = numbers(table[name])
-        values[3] = 0
-        table[name] = stored(values, table[name])
-
-
-@breaks("LT608 one bit", MERGED, verified=True)
-def _one_bit_of_a_sum(folder: Path) -> None:
-    with weights(folder) as table:
-        tensor = table[f"{Q_PROJ}.weight"]
-        data = bytearray(tensor.data)
-        data[100] ^= 2  # two units in the last place
-        table[f"{Q_PROJ}.weight"] = Raw(tensor.dtype, tensor.shape, bytes(data))
-
-
-@breaks("LT608 not a number", MERGED, verified=True)
-def _not_a_number(folder: Path) -> None:
-    with weights(folder) as table:
-        tensor = table[f"{Q_PROJ}.weight"]
-        values = numbers(tensor)
-        values[3, 4] = np.nan
-        table[f"{Q_PROJ}.weight"] = stored(values, tensor)
 
 
 @breaks("LT612", MERGED, verified=True)
@@ -94,12 +49,6 @@ def _of_another_run(folder: Path) -> None:
         return np.asarray(noise.standard_normal(delta.shape) * np.abs(delta).mean())
 
     remerged(folder, other)
-
-
-@breaks("LT614", MERGED, verified=True)
-def _random_head(folder: Path) -> None:
-    with weights(folder) as table:
-        table[SCORE] = raw(*table[SCORE].shape, dtype="BF16")
 
 
 @breaks("LT614 by its bytes", CAUSAL_MERGED, with_base=True)
@@ -154,7 +103,34 @@ def _trained_on_swapped_columns(folder: Path) -> None:
     merged_in(folder.parent)
 
 
+def _set(rows: Any, value: float) -> Callable[[Raw], Raw]:
+    """Return what gives some values of a tensor another one."""
+
+    def change(tensor: Raw) -> Raw:
+        values = numbers(tensor)
+        values[rows] = value
+        return stored(values, tensor)
+
+    return change
+
+
+def _two_units(tensor: Raw) -> Raw:
+    data = bytearray(tensor.data)
+    data[100] ^= 2  # in the last place
+    return Raw(tensor.dtype, tensor.shape, bytes(data))
+
+
+Q = f"{Q_PROJ}.weight"
 EDITS = {
+    "LT605": Edit(MERGED, changed={NORM: flipped}, verified=True),
+    "LT605 by its bytes": Edit(MERGED, changed={NORM: flipped}, with_base=True),
+    "LT607": Edit(MERGED, by=lambda folder: remerged(folder, lambda _, delta: 0 * delta), verified=True),
+    "LT607 by its bytes": Edit(MERGED, by=lambda folder: remerged(folder, lambda _, delta: 0 * delta), with_base=True),
+    "LT608": Edit(MERGED, changed={Q: _set(slice(8, 12), 0)}, verified=True),
+    "LT608 one bit": Edit(MERGED, changed={Q: _two_units}, verified=True),
+    "LT608 not a number": Edit(MERGED, changed={Q: _set((3, 4), np.nan)}, verified=True),
+    "LT614": Edit(MERGED, tensors={SCORE: raw(1, 16, dtype="BF16")}, verified=True),
+    "LT626": Edit("causal-llama/resized", changed={f"{PREFIX}{Q_PROJ}.lora_B.weight": _set(3, 0)}, verified=True),
     "LT609": Edit(MERGED, by=lambda folder: remerged(folder, lambda _name, delta: 2 * delta), verified=True),
     "LT610": Edit(MERGED, by=lambda folder: remerged(folder, lambda _name, delta: delta / 2), verified=True),
     "LT610 one tensor": Edit(
@@ -170,8 +146,6 @@ EDITS = {
         by=lambda folder: remerged(folder, lambda name, delta: delta.T if name == f"{Q_PROJ}.weight" else delta),
         verified=True,
     ),
-    "LT605 by its bytes": Edit(MERGED, by=_one_bit, with_base=True),
     "LT606 by its bytes": Edit(MERGED, by=_one_forgotten, with_base=True),
-    "LT607 by its bytes": Edit(MERGED, by=_nothing_merged, with_base=True),
 }
 enter(__name__, EDITS)

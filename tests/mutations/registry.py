@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -12,7 +13,7 @@ from lora_tool import plan_merge
 from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
 from lora_tool.plans.algebra.plan_combine import plan_resize
-from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, Raw, fields, renamed, tensors
+from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, Raw, Tensors, fields, renamed, tensors
 from tests.mutations import places
 from tests.mutations.merged_models import weights
 
@@ -85,7 +86,11 @@ class Edit:
     target: str | None = None
     """One more of its target modules."""
     tensors: Mapping[str, Raw] = field(default_factory=dict)
+    changed: Mapping[str, Callable[[Raw], Raw]] = field(default_factory=dict)
+    """What is done to the tensors whose names match."""
     removed: Sequence[str] = ()
+    copied: Mapping[str, str] = field(default_factory=dict)
+    """New names, and those of the tensors that they have besides."""
     base: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the config.json of the base beside it."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -99,23 +104,33 @@ class Edit:
             (folder / name).write_text(text)
         for name in self.gone:
             (folder / name).unlink()
-        if self.renamed:
-            renamed(folder, self.renamed)
         if self.base:
             with fields(folder.parent / "base", "config.json") as config:
                 config.update(self.base)
         if self.config or self.without or self.target:
             with fields(folder, self.file) as config:
-                config.update(self.config)
-                for name in self.without:
-                    del config[name]
-                if self.target:
-                    config["target_modules"].append(self.target)
-        if self.tensors or self.removed:
+                self._edit_fields(config)
+        if self.renamed:
+            renamed(folder, self.renamed)
+        if self.changed or self.copied or self.removed or self.tensors:
             with tensors(folder) if (folder / WEIGHTS).exists() else weights(folder) as table:
-                for name in self.removed:
-                    del table[_named(name)]
-                table.update({_named(name): tensor for name, tensor in self.tensors.items()})
+                self._edit_tensors(table)
+
+    def _edit_fields(self, config: dict[str, Any]) -> None:
+        config.update(self.config)
+        for name in self.without:
+            del config[name]
+        if self.target:
+            config["target_modules"].append(self.target)
+
+    def _edit_tensors(self, table: Tensors) -> None:
+        for pattern, change in self.changed.items():
+            for name in fnmatch.filter(table, _named(pattern)):
+                table[name] = change(table[name])
+        table.update({_named(name): table[_named(old)] for name, old in self.copied.items()})
+        for name in self.removed:
+            del table[_named(name)]
+        table.update({_named(name): tensor for name, tensor in self.tensors.items()})
 
 
 def _named(name: str) -> str:
