@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -30,8 +30,7 @@ from lora_tool.checkpoints import (
 )
 from lora_tool.checkpoints.nearby import consolidate_command
 from lora_tool.core.errors import BadConfig, CorruptFile, Defect, NotACheckpoint
-
-FIXTURES = Path(__file__).parents[2] / "fixtures"
+from tests.mutations import FIXTURES, SHARDED, break_, copy_of
 
 
 def files(folder: Path, *names: str) -> Path:
@@ -174,39 +173,29 @@ def test_what_lies_in_the_place_of_a_file_is_named(there: str, said: str, tmp_pa
     assert [problem.message for problem in opened.problems] == [said]
 
 
-def test_shards_without_an_index_are_not_guessed_together(tmp_path: Path) -> None:
-    shutil.copytree(FIXTURES / "causal-llama" / "base", tmp_path / "base")
-    (tmp_path / "base" / "model.safetensors.index.json").unlink()
-    with pytest.raises(CorruptFile, match=r"index\.json: is missing, but 2 shards are there"):
-        require_whole(open_checkpoint(tmp_path / "base"))
-
-
-def test_a_stray_shard_and_a_wrong_total_size_are_told_but_not_fatal(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    shutil.copytree(FIXTURES / "causal-llama" / "base", base)
-    index = json.loads((base / "model.safetensors.index.json").read_text())
-    index["metadata"]["total_size"] = 5
-    (base / "model.safetensors.index.json").write_text(json.dumps(index))
-    shutil.copy(base / "model-00001-of-00002.safetensors", base / "model-00003-of-00003.safetensors")
+@pytest.mark.parametrize(
+    ("injury", "fatal"),
+    [
+        ("LT107", True),  # a shard is missing
+        ("LT109", True),  # the index lacks a tensor
+        ("LT109 in another shard", True),
+        ("LT111", False),  # a wrong total size
+        ("LT114", False),  # a stray shard
+    ],
+)
+def test_which_disagreement_of_an_index_with_its_shards_is_fatal(injury: str, fatal: bool, tmp_path: Path) -> None:
+    base = copy_of(SHARDED, tmp_path)
+    break_(base, injury)
     opened = open_checkpoint(base)
-    assert {problem.defect for problem in opened.problems} == {Defect.STRAY_WEIGHTS, Defect.TOTAL_SIZE}
-    require_whole(opened)
+    assert opened.problems
+    with pytest.raises(CorruptFile) if fatal else contextlib.nullcontext():
+        require_whole(opened)
 
 
-@pytest.mark.parametrize("wrong", ["extra", "lacking", "twice"])
-def test_an_index_that_disagrees_with_its_shards_is_fatal(wrong: str, tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    shutil.copytree(FIXTURES / "causal-llama" / "base", base)
-    index = json.loads((base / "model.safetensors.index.json").read_text())
-    shards = sorted(set(index["weight_map"].values()))
-    if wrong == "extra":
-        index["weight_map"]["ghost.weight"] = shards[0]
-    elif wrong == "lacking":
-        index["weight_map"].pop(next(iter(index["weight_map"])))
-    else:
-        shutil.copy(base / shards[0], base / shards[1])
-    (base / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CorruptFile):
+def test_shards_without_an_index_are_not_guessed_together(tmp_path: Path) -> None:
+    base = copy_of(SHARDED, tmp_path)
+    (base / "model.safetensors.index.json").unlink()
+    with pytest.raises(CorruptFile, match=r"index\.json: is missing, but 2 shards are there"):
         require_whole(open_checkpoint(base))
 
 
@@ -266,11 +255,6 @@ def test_another_run_in_the_same_folder_is_not_taken_for_the_adapters_own(
 ) -> None:
     files(tmp_path, "adapter/adapter_config.json", *other)
     assert consolidate_command(tmp_path / "adapter") is None
-
-
-def test_an_adapter_is_no_model() -> None:
-    with pytest.raises(NotACheckpoint, match="is an adapter: expected a model"):
-        open_model(FIXTURES / "causal-llama" / "adapter")
 
 
 def test_an_adapter_in_a_models_folder_is_told_apart(tmp_path: Path) -> None:
