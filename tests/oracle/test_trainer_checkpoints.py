@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,7 @@ from lora_tool.verification.validating import validate
 from lora_tool.workflows.inventory import Why, choose, inventory
 from tests.contract.test_checkpoint_kinds import require_plain_data
 from tests.oracle import trainer_saves
+from tests.oracle.test_faults_of_kinds import Run, negated
 
 WEIGHTS = "adapter_model.safetensors"
 HEADLESS = "verl-lora-only-bf16"
@@ -159,16 +158,6 @@ def test_verls_merged_folder_is_not_merged(trainers: Path, tmp_path: Path) -> No
     require_equal(tmp_path / "truly-merged" / "model.safetensors", tmp_path / "expected" / "model.safetensors")
 
 
-def rewritten(path: Path, change: Callable[[bytes], bytes]) -> None:
-    """Write a rank file anew with the values of every storage of weights changed, and the checksums that then are right."""
-    with zipfile.ZipFile(path) as archive:
-        members = {name: archive.read(name) for name in archive.namelist() if not name.endswith("serialization_id")}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in members.items():
-            is_weight = "/data/" in name and len(data) > 16  # meshes are of four small numbers
-            archive.writestr(name, change(data) if is_weight else data)
-
-
 def test_a_file_of_zeros_without_a_row_of_lora_a(trainers: Path, tmp_path: Path) -> None:
     """The last rank has none of the three rows of each lora_A, and lora_B may be zero: the base's weights tell."""
     folder = Path(shutil.copytree(trainers / "safetensors", tmp_path / "run"))
@@ -220,7 +209,7 @@ def test_two_runs_of_verl_in_one_folder(verl_run: Path) -> None:
 def test_a_replica_that_differs(trainers: Path, tmp_path: Path) -> None:
     """Under HSDP ranks 0 and 2 hold the same; a file of another step is told by that."""
     actor = Path(shutil.copytree(trainers / "verl-hsdp" / "global_step_3" / "actor", tmp_path / "actor"))
-    rewritten(actor / "model_world_size_4_rank_2.pt", lambda data: data[:-4] + b"\0\0\x80\x3f")
+    Run(root=actor, pieces=[], other=actor).rewrite(actor / "model_world_size_4_rank_0.pt", negated)
     assert codes(actor) == {"LT407"}
     with pytest.raises(FindingsFound, match=r"is a replica of model_world_size_4_rank_0\.pt, but holds other values"):
         plan_consolidate(actor)

@@ -17,7 +17,7 @@ from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, fields, lora, raw, tensors
 from tests.judging import codes, judge, lines
 from tests.mutations import CAUSAL, MODEL, REWARD, RUN, break_, copy_of
-from tests.mutations.places import Q_PROJ, SCORE
+from tests.mutations.places import SCORE
 
 
 def _only(report: Report, code: str) -> Finding:
@@ -55,8 +55,10 @@ def test_a_token_classifier_needs_no_pad_token(tmp_path: Path) -> None:
         assert ("LT306" in codes(judge(folder))) is warned
 
 
-@pytest.mark.parametrize(("null", "severity"), [(True, Severity.ERROR), (False, Severity.WARNING)])
-@pytest.mark.parametrize("name", ["hidden_size", "num_hidden_layers"])
+@pytest.mark.parametrize(
+    ("name", "null", "severity"),
+    [("hidden_size", True, Severity.ERROR), ("num_hidden_layers", False, Severity.WARNING)],
+)
 def test_a_size_that_the_config_leaves_out_is_told(
     name: str, severity: Severity, tmp_path: Path, *, null: bool
 ) -> None:
@@ -66,22 +68,6 @@ def test_a_size_that_the_config_leaves_out_is_told(
         config.update({name: None} if null else {})
     found = _only(judge(folder), "LT317")
     assert (found.subject, found.severity) == (name, severity)
-
-
-def test_numbers_are_named(tmp_path: Path) -> None:
-    folder = copy_of(CAUSAL, tmp_path)
-    break_(folder, "LT202")
-    found = _only(judge(folder), "LT202")
-    assert found.subject == f"{Q_PROJ}.lora_A.weight"
-    assert "[4, 16]" in found.message
-    assert "[16, 2]" in found.message
-
-
-def test_factors_of_a_square_weight_are_not_swapped_where_r_is_its_width(tmp_path: Path) -> None:
-    folder = copy_of(CAUSAL, tmp_path)
-    with fields(folder) as config:
-        config["r"] = 16
-    assert codes(judge(folder)) == {"LT203"}
 
 
 @pytest.mark.parametrize(
@@ -123,20 +109,6 @@ def test_names_in_one_string_are_to_be_a_list(tmp_path: Path) -> None:
     with fields(folder) as config:
         config["target_modules"] = "q_proj,v_proj,down_proj"
     assert "write the names as a list" in (_only(judge(folder), "LT205").hint or "")
-
-
-def test_string_number_is_named_with_both_types(tmp_path: Path) -> None:
-    folder = copy_of(CAUSAL, tmp_path)
-    break_(folder, "LT214")
-    found = _only(judge(folder), "LT214")
-    assert (found.subject, found.message) == ("r", 'expected int, found "4"')
-
-
-def test_layer_number_is_named(tmp_path: Path) -> None:
-    folder = copy_of(CAUSAL, tmp_path)
-    break_(folder, "LT503")
-    messages = {f.message for f in judge(folder, base=folder.parent / "base").findings if f.code == "LT503"}
-    assert messages == {"belongs to layer 7, but the base's last layer is 1"}
 
 
 def test_adapters_of_peft_list_two_heads_and_have_one(tmp_path: Path) -> None:
@@ -284,7 +256,7 @@ def test_hundreds_of_checkpoints_of_a_run_are_judged_each(tmp_path: Path) -> Non
     assert {Path(found.path).parent.name for found in report.at_least(Severity.ERROR)} == {"checkpoint-2"}
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(8))
 def test_no_rule_stumbles_over_a_mangled_adapter(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     folder = copy_of(rng.choice([CAUSAL, REWARD]), tmp_path)
