@@ -114,197 +114,144 @@ class Good:
     adapter_name: str = "default"
 
 
+def _good(targets: list[str] | str = QV, **told: Any) -> Good:
+    """Return an adapter on these modules: what is `told` are fields of it, and else what LoraConfig is given."""
+    own = {name: told.pop(name) for name in Good.__dataclass_fields__ if name in told}
+    return Good(config={"target_modules": targets, **told}, **own)
+
+
 GOOD: Mapping[str, Good] = {
-    "plain": Good(config={"target_modules": QV}),
-    "rslora": Good(config={"target_modules": QV, "use_rslora": True, "lora_alpha": 16}),
-    "dora": Good(config={"target_modules": QV, "use_dora": True}),
-    "dora-embedding": Good(config={"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
-    "lora-bias": Good(model=_qwen, config={"target_modules": QV, "lora_bias": True}),
-    "bias-all": Good(model=_qwen, config={"target_modules": QV, "bias": "all"}),
-    "bias-lora-only": Good(model=_qwen, config={"target_modules": QV, "bias": "lora_only"}),
-    "embedding-and-output": Good(config={"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
-    "tied-output": Good(model=_tied, config={"target_modules": ["lm_head", "q_proj"]}),
-    "saved-ends": Good(config={"target_modules": QV, "modules_to_save": ["embed_tokens", "lm_head"]}),
-    "saved-norms": Good(config={"target_modules": QV, "modules_to_save": ["input_layernorm", "norm"]}),
-    "tokens": Good(config={"target_modules": QV, "trainable_token_indices": [3, 5]}),
-    "tokens-tied": Good(model=_tied, config={"target_modules": QV, "trainable_token_indices": [3, 5]}),
-    "tokens-by-name": Good(
-        config={"target_modules": QV, "trainable_token_indices": {"embed_tokens": [1], "lm_head": [1]}}
+    "plain": _good(),
+    "rslora": _good(use_rslora=True, lora_alpha=16),
+    "dora": _good(use_dora=True),
+    "dora-embedding": _good(["embed_tokens", "q_proj"], use_dora=True),
+    "lora-bias": _good(model=_qwen, lora_bias=True),
+    "bias-all": _good(model=_qwen, bias="all"),
+    "bias-lora-only": _good(model=_qwen, bias="lora_only"),
+    "embedding-and-output": _good(["embed_tokens", "lm_head", "q_proj"]),
+    "tied-output": _good(["lm_head", "q_proj"], model=_tied),
+    "saved-ends": _good(modules_to_save=["embed_tokens", "lm_head"]),
+    "saved-norms": _good(modules_to_save=["input_layernorm", "norm"]),
+    "tokens": _good(trainable_token_indices=[3, 5]),
+    "tokens-tied": _good(model=_tied, trainable_token_indices=[3, 5]),
+    "tokens-by-name": _good(trainable_token_indices={"embed_tokens": [1], "lm_head": [1]}),
+    "experts": _good(
+        ["q_proj"], model=_mixtral, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     ),
-    "experts": Good(
-        model=_mixtral,
-        config={
-            "target_modules": ["q_proj"],
-            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        },
+    "one-expert-parameter": _good(
+        [], model=_mixtral, target_parameters=["experts.down_proj"], rank_pattern={"experts.down_proj": 2}
     ),
-    "one-expert-parameter": Good(
-        model=_mixtral,
-        config={
-            "target_modules": [],
-            "target_parameters": ["experts.down_proj"],
-            "rank_pattern": {"experts.down_proj": 2},
-        },
+    "matrix-parameters": _good([], target_parameters=["q_proj.weight", "mlp.up_proj.weight"]),
+    "matrix-parameters-olora": _good([], target_parameters=["q_proj.weight"], init_lora_weights="olora", r=64),
+    "layers": _good(layers_to_transform=[1], layers_pattern="layers"),
+    "layers-without-pattern": _good([*QV, "embed_tokens"], layers_to_transform=0),
+    "excluded": _good([*QV, "up_proj"], exclude_modules=["up_proj", "layers.0.self_attn.q_proj"]),
+    "excluded-by-regex": _good(exclude_modules=r".*layers\.0.*"),
+    "regex": _good(r".*\.(q|v)_proj"),
+    "rank-patterns": _good(
+        [*QV, "down_proj"],
+        rank_pattern={"layers.0.self_attn.q_proj": 2, r".*\.down_proj": 3},
+        alpha_pattern={"^model.layers.1.self_attn.v_proj": 32, "q_proj": 4},
     ),
-    "matrix-parameters": Good(
-        config={"target_modules": [], "target_parameters": ["q_proj.weight", "mlp.up_proj.weight"]}
-    ),
-    "matrix-parameters-olora": Good(
-        config={"target_modules": [], "target_parameters": ["q_proj.weight"], "init_lora_weights": "olora", "r": 64}
-    ),
-    "layers": Good(config={"target_modules": QV, "layers_to_transform": [1], "layers_pattern": "layers"}),
-    "layers-without-pattern": Good(config={"target_modules": [*QV, "embed_tokens"], "layers_to_transform": 0}),
-    "excluded": Good(
-        config={"target_modules": [*QV, "up_proj"], "exclude_modules": ["up_proj", "layers.0.self_attn.q_proj"]}
-    ),
-    "excluded-by-regex": Good(config={"target_modules": QV, "exclude_modules": r".*layers\.0.*"}),
-    "regex": Good(config={"target_modules": r".*\.(q|v)_proj"}),
-    "rank-patterns": Good(
-        config={
-            "target_modules": [*QV, "down_proj"],
-            "rank_pattern": {"layers.0.self_attn.q_proj": 2, r".*\.down_proj": 3},
-            "alpha_pattern": {"^model.layers.1.self_attn.v_proj": 32, "q_proj": 4},
-        }
-    ),
-    "pissa": Good(config={"target_modules": QV, "init_lora_weights": "pissa"}),
-    "olora": Good(config={"target_modules": QV, "init_lora_weights": "olora"}),
-    "orthogonal": Good(config={"target_modules": QV, "init_lora_weights": "orthogonal"}),
-    "gpt2": Good(
-        model=partial(tiny_model, "gpt2", "causal-lm"),
-        config={"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True},
-    ),
-    "convolutions": Good(model=Convolutions, config={"target_modules": ["stem", "grouped", "line", "out"]}, task=None),
-    "convolutions-dora": Good(
-        model=Convolutions, config={"target_modules": ["stem", "out"], "use_dora": True}, task=None
-    ),
-    "adapter-name": Good(config={"target_modules": QV}, rename=_RENAMED_ALL),
-    "named-adapter": Good(config={"target_modules": QV}, adapter_name="policy"),
-    "oldest-peft": Good(
-        config={"target_modules": QV},
+    "pissa": _good(init_lora_weights="pissa"),
+    "olora": _good(init_lora_weights="olora"),
+    "orthogonal": _good(init_lora_weights="orthogonal"),
+    "gpt2": _good(["c_attn", "c_fc"], model=partial(tiny_model, "gpt2", "causal-lm"), fan_in_fan_out=True),
+    "convolutions": _good(["stem", "grouped", "line", "out"], model=Convolutions, task=None),
+    "convolutions-dora": _good(["stem", "out"], model=Convolutions, use_dora=True, task=None),
+    "adapter-name": _good(rename=_RENAMED_ALL),
+    "named-adapter": _good(adapter_name="policy"),
+    "oldest-peft": _good(
         fields=_OLD_FIELDS,
         others={"enable_lora": None, "merge_weights": False, "target_modules": QV, "lora_alpha": 8.0},
     ),
-    "newer-peft": Good(config={"target_modules": QV}, others={"lora_magic": {"depth": 3}, "peft_version": "9.0.0"}),
-    "random-init": Good(config={"target_modules": QV, "init_lora_weights": False}),
-    "eva": Good(config={"target_modules": QV, "init_lora_weights": "eva"}),
-    "pissa-niter": Good(config={"target_modules": QV, "init_lora_weights": "pissa_niter_4", "r": 64}),
-    "corda": Good(config={"target_modules": QV}, others={"init_lora_weights": "corda", "corda_config": {"rho": 0.1}}),
-    "lora-ga": Good(config={"target_modules": QV}, others={"init_lora_weights": "lora_ga", "lora_ga_config": {}}),
-    "loftq": Good(
-        config={"target_modules": QV}, others={"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}
-    ),
-    "layer-replication": Good(config={"target_modules": QV, "layer_replication": [[0, 2], [1, 2]]}),
-    "activated": Good(config={"target_modules": QV, "alora_invocation_tokens": [5, 6]}),
-    "block-diagonal": Good(
-        config={
-            "target_modules": QV,
-            "use_bdlora": BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2, match_strict=False),
-        }
-    ),
-    "kasa": Good(config={"target_modules": QV, "kasa_config": KasaConfig()}),
-    "tied-saved": Good(
-        model=_tied, config={"target_modules": QV, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
-    ),
-    "tied-saved-alone": Good(model=_tied, config={"target_modules": QV, "modules_to_save": ["lm_head"]}),
-    "tied-resized": Good(model=_tied, config={"target_modules": QV}, vocabulary=104),
-    "resized-and-saved": Good(
-        config={"target_modules": QV, "modules_to_save": ["embed_tokens", "lm_head"]}, vocabulary=104
-    ),
-    "tokens-and-embedding": Good(config={"target_modules": ["v_proj", "lm_head"], "trainable_token_indices": [1, 2]}),
-    "everything": Good(
+    "newer-peft": _good(others={"lora_magic": {"depth": 3}, "peft_version": "9.0.0"}),
+    "random-init": _good(init_lora_weights=False),
+    "eva": _good(init_lora_weights="eva"),
+    "pissa-niter": _good(init_lora_weights="pissa_niter_4", r=64),
+    "corda": _good(others={"init_lora_weights": "corda", "corda_config": {"rho": 0.1}}),
+    "lora-ga": _good(others={"init_lora_weights": "lora_ga", "lora_ga_config": {}}),
+    "loftq": _good(others={"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}),
+    "layer-replication": _good(layer_replication=[[0, 2], [1, 2]]),
+    "activated": _good(alora_invocation_tokens=[5, 6]),
+    "block-diagonal": _good(use_bdlora=BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2, match_strict=False)),
+    "kasa": _good(kasa_config=KasaConfig()),
+    "tied-saved": _good(model=_tied, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "tied-saved-alone": _good(model=_tied, modules_to_save=["lm_head"]),
+    "tied-resized": _good(model=_tied, vocabulary=104),
+    "resized-and-saved": _good(modules_to_save=["embed_tokens", "lm_head"], vocabulary=104),
+    "tokens-and-embedding": _good(["v_proj", "lm_head"], trainable_token_indices=[1, 2]),
+    "everything": _good(
+        [*QV, "down_proj"],
         model=_qwen,
-        config={
-            "target_modules": [*QV, "down_proj"],
-            "use_rslora": True,
-            "use_dora": True,
-            "bias": "all",
-            "rank_pattern": {"down_proj": 6},
-            "alpha_pattern": {"q_proj": 3},
-            "modules_to_save": ["norm"],
-            "trainable_token_indices": [4],
-            "exclude_modules": ["layers.1.mlp.down_proj"],
-        },
+        use_rslora=True,
+        use_dora=True,
+        bias="all",
+        rank_pattern={"down_proj": 6},
+        alpha_pattern={"q_proj": 3},
+        modules_to_save=["norm"],
+        trainable_token_indices=[4],
+        exclude_modules=["layers.1.mlp.down_proj"],
     ),
-    "block-saved": Good(config={"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}),
-    "saved-by-path": Good(config={"target_modules": QV, "modules_to_save": ["model.norm", "layers.0.mlp.up_proj"]}),
-    "half": Good(config={"target_modules": QV}, dtype=torch.float16),
-    "bfloat16": Good(config={"target_modules": [*QV, "embed_tokens"]}, dtype=torch.bfloat16, sixteen_bit=True),
-    "rank-of-the-width": Good(config={"target_modules": QV, "r": 32, "lora_alpha": 0.5}),
-    "negative-alpha": Good(config={"target_modules": QV, "lora_alpha": -8}),
-    "attention-of-torch": Good(model=Attention, config={"target_modules": ["attention", "out"]}, task=None),
-    "features": Good(model=_headless, config={"target_modules": QV}, task="FEATURE_EXTRACTION"),
-    "mamba": Good(
-        model=partial(tiny_model, "mamba", "causal-lm"), config={"target_modules": ["x_proj", "in_proj", "embeddings"]}
-    ),
-    "qwen-reward": Good(
+    "block-saved": _good(["q_proj"], modules_to_save=["mlp"]),
+    "saved-by-path": _good(modules_to_save=["model.norm", "layers.0.mlp.up_proj"]),
+    "half": _good(dtype=torch.float16),
+    "bfloat16": _good([*QV, "embed_tokens"], dtype=torch.bfloat16, sixteen_bit=True),
+    "rank-of-the-width": _good(r=32, lora_alpha=0.5),
+    "negative-alpha": _good(lora_alpha=-8),
+    "attention-of-torch": _good(["attention", "out"], model=Attention, task=None),
+    "features": _good(model=_headless, task="FEATURE_EXTRACTION"),
+    "mamba": _good(["x_proj", "in_proj", "embeddings"], model=partial(tiny_model, "mamba", "causal-lm")),
+    "qwen-reward": _good(
+        "all-linear",
         model=partial(tiny_model, "qwen2", "seq-cls"),
-        config={"target_modules": "all-linear", "modules_to_save": ["score", "embed_tokens"]},
+        modules_to_save=["score", "embed_tokens"],
         task="SEQ_CLS",
     ),
-    "two-layer-head": Good(
-        model=partial(tiny_model, "camembert", "seq-cls"),
-        config={"target_modules": ["key", "dense"], "bias": "all"},
-        task="SEQ_CLS",
+    "two-layer-head": _good(
+        ["key", "dense"], model=partial(tiny_model, "camembert", "seq-cls"), bias="all", task="SEQ_CLS"
     ),
-    "head-called-as-anothers": Good(
-        model=partial(tiny_model, "xlnet", "seq-cls"), config={"target_modules": ["summary", "layer_1"]}, task="SEQ_CLS"
+    "head-called-as-anothers": _good(
+        ["summary", "layer_1"], model=partial(tiny_model, "xlnet", "seq-cls"), task="SEQ_CLS"
     ),
-    "vision-under-other-names": Good(
-        model=partial(tiny_model, "mllama", "image-text-to-text"),
-        config={"target_modules": r".*vision_model.*\.q_proj"},
-        task=None,
+    "vision-under-other-names": _good(
+        r".*vision_model.*\.q_proj", model=partial(tiny_model, "mllama", "image-text-to-text"), task=None
     ),
-    "text-and-vision": Good(
-        model=partial(tiny_model, "mllama", "image-text-to-text"),
-        config={"target_modules": ["v_proj", "lm_head"]},
-        task=None,
+    "text-and-vision": _good(
+        ["v_proj", "lm_head"], model=partial(tiny_model, "mllama", "image-text-to-text"), task=None
     ),
-    "shared-embeddings": Good(
-        model=partial(_classifier, AutoModelForSeq2SeqLM, "bart"),
-        config={"target_modules": ["q_proj", "embed_tokens"]},
-        task="SEQ_2_SEQ_LM",
+    "shared-embeddings": _good(
+        ["q_proj", "embed_tokens"], model=partial(_classifier, AutoModelForSeq2SeqLM, "bart"), task="SEQ_2_SEQ_LM"
     ),
-    "biased-reward": Good(
-        model=partial(tiny_model, "gpt2", "seq-cls"),
-        config={"target_modules": ["c_attn"], "bias": "all"},
-        task="SEQ_CLS",
-    ),
-    "deberta": Good(
+    "biased-reward": _good(["c_attn"], model=partial(tiny_model, "gpt2", "seq-cls"), bias="all", task="SEQ_CLS"),
+    "deberta": _good(
+        ["query_proj"],
         model=partial(tiny_model, "deberta-v2", "seq-cls"),
-        config={"target_modules": ["query_proj"], "modules_to_save": ["pooler", "classifier"]},
+        modules_to_save=["pooler", "classifier"],
         task="SEQ_CLS",
     ),
-    "t5-classifier": Good(
-        model=partial(tiny_model, "t5", "seq-cls"),
-        config={"target_modules": ["q", "v"], "modules_to_save": ["classification_head"]},
-        task="SEQ_CLS",
+    "t5-classifier": _good(
+        ["q", "v"], model=partial(tiny_model, "t5", "seq-cls"), modules_to_save=["classification_head"], task="SEQ_CLS"
     ),
-    "speech": Good(model=_whisper, config={"target_modules": QV}, task=None),
-    "reward": Good(model=_reward, config={"target_modules": QV}, task="SEQ_CLS"),
-    "reward-by-class": Good(model=_reward, config={"target_modules": QV, "modules_to_save": ["score"]}, task=None),
-    "distilbert": Good(
+    "speech": _good(model=_whisper, task=None),
+    "reward": _good(model=_reward, task="SEQ_CLS"),
+    "reward-by-class": _good(model=_reward, modules_to_save=["score"], task=None),
+    "distilbert": _good(
+        ["q_lin"],
         model=partial(tiny_model, "distilbert", "seq-cls"),
-        config={"target_modules": ["q_lin"], "modules_to_save": ["pre_classifier"]},
+        modules_to_save=["pre_classifier"],
         task="SEQ_CLS",
     ),
-    "bart": Good(
-        model=partial(tiny_model, "bart", "seq-cls"),
-        config={"target_modules": QV, "modules_to_save": ["classification_head"]},
-        task="SEQ_CLS",
+    "bart": _good(
+        model=partial(tiny_model, "bart", "seq-cls"), modules_to_save=["classification_head"], task="SEQ_CLS"
     ),
-    "tokens-classified": Good(
-        model=partial(_classifier, AutoModelForTokenClassification, "bert"),
-        config={"target_modules": ["query"]},
-        task="TOKEN_CLS",
+    "tokens-classified": _good(
+        ["query"], model=partial(_classifier, AutoModelForTokenClassification, "bert"), task="TOKEN_CLS"
     ),
-    "questions": Good(
-        model=partial(_classifier, AutoModelForQuestionAnswering, "bert"),
-        config={"target_modules": ["query"]},
-        task="QUESTION_ANS",
+    "questions": _good(
+        ["query"], model=partial(_classifier, AutoModelForQuestionAnswering, "bert"), task="QUESTION_ANS"
     ),
-    "images": Good(
-        model=_vit, config={"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["classifier"]}, task=None
-    ),
+    "images": _good(model=_vit, modules_to_save=["classifier"], task=None),
 }
 """Name → how it is made. Each is what `save_pretrained` writes, trained a little, so that no delta is zero."""
 
