@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable
@@ -187,21 +186,3 @@ def test_a_merge_refuses_by_the_findings_of_validate(
     assert not wrong, wrong
     assert refused >= who.enough
     assert untold == who.untold
-
-
-@pytest.mark.parametrize("size", ["hidden_size", "vocab_size"])
-def test_a_base_of_other_sizes_than_its_config_is_refused_by_the_finding_of_validate(
-    patient: tuple[Patient, Path], tmp_path: Path, size: str
-) -> None:
-    _, healthy = patient
-    folder = tmp_path / "patient"
-    shutil.copytree(healthy, folder)
-    config = json.loads((folder / "base/config.json").read_text())
-    name = size if size in config else "n_embd"
-    (folder / "base/config.json").write_text(json.dumps(config | {name: config[name] * 2}))
-    said = _errors(judge(folder / "adapter", base=folder / "base").findings)
-    assert {finding.code for finding in said} & {"LT310", "LT317"}
-    error = _refusal(folder, {})
-    assert isinstance(error, FindingsFound)
-    assert error.report
-    assert _errors(error.report.findings) == said

@@ -41,6 +41,7 @@ def _fewer_layers(folder: Path) -> None:
 
 
 EDITS = {
+    "LT310 vocabulary of the base": Edit(CAUSAL, base={"vocab_size": 608}, with_base=True),
     "LT306": Edit(MODEL, by=lambda folder: edit.as_classifier(folder, pad=None)),
     "LT306 tokenizer": Edit(REWARD, file="tokenizer_config.json", without=["pad_token"], quiet=True),
     "LT307": Edit(MODEL, by=edit.as_classifier, removed=["score.weight"]),

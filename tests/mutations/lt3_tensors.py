@@ -32,6 +32,7 @@ def _config_of_what_was_decompressed(folder: Path) -> None:
 
 
 EDITS = {
+    "LT317 of the base": Edit(CAUSAL, base={"hidden_size": 32}, with_base=True),
     "LT317": Edit(MERGED, by=without_manifest, tensors={SCORE: raw(1, 24, dtype="BF16")}),
     "LT317 short projection": Edit(SHARDED, tensors={"model.layers.1.self_attn.o_proj.weight": raw(8, 16)}),
     "LT317 flat head": Edit(MERGED, by=without_manifest, tensors={SCORE: raw(16, dtype="BF16")}),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
@@ -208,44 +208,3 @@ def test_chunks_in_safetensors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=r"__0_0\.distcp: its tensors are in safetensors") as refused:
         plan_consolidate(tmp_path / "run", what="state")
     assert "SerializationFormat.TORCH_SAVE" in str(refused.value.hint)
-
-
-TRAINED_BESIDE: dict[str, dict[str, Any]] = {
-    "a head, its base with a head of that shape": {"task_type": "SEQ_CLS"},
-    "a saved module": {"task_type": "SEQ_CLS", "modules_to_save": ["score", "norm"]},
-    "every bias": {"task_type": "SEQ_CLS", "bias": "all"},
-    "biases under LoRA": {"task_type": "SEQ_CLS", "bias": "lora_only"},
-    "trained tokens": {"task_type": "SEQ_CLS", "trainable_token_indices": {"embed_tokens": [3, 5]}},
-}
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize(
-    ("trained", "alone"),
-    [*((trained, at % 2 == 0) for at, trained in enumerate(TRAINED_BESIDE)), ("biases under LoRA", True)],
-)
-def test_nothing_that_was_trained_stays_behind(tmp_path: Path, trained: str, alone: bool) -> None:
-    """Accelerate saves `get_peft_model_state_dict` (`adapter_only=True`, as the Trainer asks) or all of the module."""
-    options = TRAINED_BESIDE[trained]
-    classifier = AutoModelForSequenceClassification.from_pretrained(BASE, num_labels=1, pad_token_id=0)
-    classifier.save_pretrained(tmp_path / "base")
-    model = get_peft_model(classifier, LoraConfig(target_modules=["q_proj", "v_proj"], **options))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.normal_()
-    model.save_pretrained(str(tmp_path / "truth"))
-    state = get_peft_model_state_dict(model) if alone else model.state_dict()
-    folder = tmp_path / "checkpoint-2"
-    save({"model": state}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"), no_dist=True)
-    model.peft_config["default"].save_pretrained(str(folder))
-    execute(plan(folder), tmp_path / "out")
-    found, truth = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "truth"))
-    assert truth.keys() <= found.keys()
-    assert all(torch.equal(found[key], tensor) for key, tensor in truth.items())
-    fresh = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    loaded = PeftModel.from_pretrained(fresh, tmp_path / "out").state_dict()
-    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if options.get("bias") != "lora_only" or not alone:  # which PEFT itself does not save
-        assert all(torch.equal(loaded[name], model.state_dict()[name]) for name in names)
