@@ -5,36 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.checkpoint_edits import raw, tensors
-from tests.mutations.registry import CAUSAL, REWARD, Edit, breaks, enter
-from tests.mutations.served import plain, with_fields
+from tests.mutations.registry import CAUSAL, REWARD, Edit, enter
+from tests.mutations.served import for_servers, plain
 
 
-@breaks("LT802", CAUSAL, servers=["vllm"])
-@breaks("LT802 for SGLang", CAUSAL, servers=["sglang"])
-@breaks("LT802 for llama.cpp", CAUSAL, servers=["llama.cpp"])
-def _served_dora(folder: Path) -> None:
+def _beside_each_b(folder: Path, ending: str) -> None:
+    """Put a vector of its rows beside each lora_B of an adapter that every server takes."""
     plain(folder)
     with tensors(folder) as table:
-        table.update(
-            {
-                name.replace("lora_B.weight", "lora_magnitude_vector"): raw(tensor.shape[0])
-                for name, tensor in table.items()
-                if "lora_B" in name
-            }
-        )
-    with_fields(folder, use_dora=True)
+        rows = {name: tensor.shape[0] for name, tensor in table.items() if ".lora_B." in name}
+        table.update({name.replace("lora_B.weight", ending): raw(count) for name, count in rows.items()})
 
 
-@breaks("LT805", CAUSAL, servers=["vllm"])
-@breaks("LT805 for SGLang", CAUSAL, servers=["sglang"])
-@breaks("LT805 for llama.cpp", CAUSAL, servers=["llama.cpp"])
-def _served_bias(folder: Path) -> None:
-    plain(folder)
-    with tensors(folder) as table:
-        table.update(
-            {name.replace(".weight", ".bias"): raw(t.shape[0]) for name, t in table.items() if "lora_B" in name}
-        )
-    with_fields(folder, lora_bias=True)
+def _magnitudes(folder: Path) -> None:
+    _beside_each_b(folder, "lora_magnitude_vector")
+
+
+def _biases(folder: Path) -> None:
+    _beside_each_b(folder, "lora_B.bias")
 
 
 EDITS = {
@@ -45,22 +33,20 @@ EDITS = {
         tensors={"{PREFIX}model.norm.weight": raw(16)},
         options={"servers": ["vllm"]},
     ),
-    "LT801 head": Edit(REWARD, options={"servers": ["vllm"]}),
-    "LT801 head for SGLang": Edit(REWARD, options={"servers": ["sglang"]}),
+    **for_servers("LT801 head", Edit(REWARD), "vllm", "sglang"),
     "LT811": Edit(REWARD, quiet=True, options={"servers": ["peft"]}),
-    "LT804": Edit(
-        CAUSAL,
-        by=plain,
-        config={"trainable_token_indices": [3, 5]},
-        tensors={"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": raw(2, 16)},
-        options={"servers": ["vllm"]},
+    **for_servers("LT802", Edit(CAUSAL, by=_magnitudes, config={"use_dora": True}), "vllm", "sglang", "llama.cpp"),
+    **for_servers(
+        "LT804",
+        Edit(
+            CAUSAL,
+            by=plain,
+            config={"trainable_token_indices": [3, 5]},
+            tensors={"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": raw(2, 16)},
+        ),
+        "vllm",
+        "sglang",
     ),
-    "LT804 for SGLang": Edit(
-        CAUSAL,
-        by=plain,
-        config={"trainable_token_indices": [3, 5]},
-        tensors={"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": raw(2, 16)},
-        options={"servers": ["sglang"]},
-    ),
+    **for_servers("LT805", Edit(CAUSAL, by=_biases, config={"lora_bias": True}), "vllm", "sglang", "llama.cpp"),
 }
 enter(__name__, EDITS)

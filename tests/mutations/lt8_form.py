@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.checkpoint_edits import fields, raw, tensors
 from tests.mutations.registry import CAUSAL, Edit, breaks, enter
-from tests.mutations.served import plain, with_fields
+from tests.mutations.served import for_servers, plain, with_fields
 
 
 @breaks("LT803", CAUSAL, servers=["vllm"])
@@ -79,22 +79,13 @@ def _served_packed_queries(folder: Path) -> None:
 
 EDITS = {
     "LT813": Edit(CAUSAL, by=plain, options={"servers": ["mlx"]}),
-    "LT806": Edit(CAUSAL, config={"use_rslora": False}, options={"servers": ["vllm"]}),
-    "LT806 for SGLang": Edit(CAUSAL, config={"use_rslora": False}, options={"servers": ["sglang"]}),
-    "LT807": Edit(CAUSAL, by=plain, config={"use_rslora": True}, options={"servers": ["sglang"]}),
-    "LT807 for llama.cpp": Edit(CAUSAL, by=plain, config={"use_rslora": True}, options={"servers": ["llama.cpp"]}),
-    "LT808": Edit(CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}, options={"servers": ["vllm"]}),
-    "LT808 for SGLang": Edit(
-        CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}, options={"servers": ["sglang"]}
-    ),
-    "LT808 for PEFT": Edit(
-        CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}, options={"servers": ["peft"]}
+    **for_servers("LT806", Edit(CAUSAL, config={"use_rslora": False}), "vllm", "sglang"),
+    **for_servers("LT807", Edit(CAUSAL, by=plain, config={"use_rslora": True}), "sglang", "llama.cpp"),
+    **for_servers(
+        "LT808", Edit(CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}), "vllm", "sglang", "peft"
     ),
     "LT808 for LoRA-GA": Edit(CAUSAL, by=plain, config={"init_lora_weights": "lora_ga"}, options={"servers": ["peft"]}),
     "LT808 for CorDA": Edit(CAUSAL, by=plain, config={"init_lora_weights": "corda"}, options={"servers": ["peft"]}),
-    "LT810": Edit(CAUSAL, by=plain, config={"alora_invocation_tokens": [1, 2]}, options={"servers": ["vllm"]}),
-    "LT810 for SGLang": Edit(
-        CAUSAL, by=plain, config={"alora_invocation_tokens": [1, 2]}, options={"servers": ["sglang"]}
-    ),
+    **for_servers("LT810", Edit(CAUSAL, by=plain, config={"alora_invocation_tokens": [1, 2]}), "vllm", "sglang"),
 }
 enter(__name__, EDITS)

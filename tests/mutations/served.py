@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tests.checkpoint_edits import fields, lora, tensors
+from tests.mutations.registry import Edit
 
 
 def plain(folder: Path) -> None:
@@ -18,3 +20,14 @@ def with_fields(folder: Path, **values: object) -> None:
     """Give fields of the config other values."""
     with fields(folder) as config:
         config.update(values)
+
+
+def for_servers(name: str, edit: Edit, *servers: str) -> dict[str, Edit]:
+    """Return an injury that each of these servers minds, by its name; that of the first has no server's."""
+    shown = {"sglang": "SGLang", "peft": "PEFT"}
+    return {
+        name if server == servers[0] else f"{name} for {shown.get(server, server)}": replace(
+            edit, options={"servers": [server]}
+        )
+        for server in servers
+    }
