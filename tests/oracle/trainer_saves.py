@@ -12,16 +12,13 @@ dict, gathered whole, `OUT/adapter-…` what PEFT saves of the same module, `OUT
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
-import traceback
 from collections.abc import Callable
 from copy import deepcopy
-from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import ranks
 
 RANKS = 4
 IMPORTED = (
@@ -288,12 +285,11 @@ KINDS: dict[str, Maker] = {
 }
 
 
-def work(out: Path, names: list[str], rank: int) -> None:
+def work(out: Path, names: list[str]) -> None:
     """Act as one rank."""
     import torch.distributed as dist
     from accelerate import PartialState
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     PartialState(cpu=True, backend="gloo")
     for name in names:
         (out / name).mkdir(exist_ok=True)
@@ -302,44 +298,14 @@ def work(out: Path, names: list[str], rank: int) -> None:
     dist.barrier()
 
 
-def forked(out: Path, names: list[str], rank: int) -> int:
-    """Return the process that acts as a rank."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        work(out, names, rank)
-        code = 0
-    finally:
-        if code:
-            traceback.print_exc()
-        sys.stdout.flush()
-        os._exit(code)  # gloo's threads sometimes abort a normal end
-
-
-def work_as_all(out: Path, names: list[str]) -> None:
-    """Act as every rank."""
-    for name in IMPORTED:
-        import_module(name)
-    new_modules(out)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    world = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **world}
-    ranks = [forked(out, names, rank) for rank in range(RANKS)]
-    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks))
-
-
 def make(out: Path, *names: str) -> None:
     """Make the kinds that are named, by default all."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, __file__, "--worker", str(out), *(names or KINDS)], env=environment, check=True)
+    ranks.launch(__file__, str(out), *(names or KINDS))
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--worker":
-        work_as_all(Path(sys.argv[2]), sys.argv[3:])
+        new_modules(Path(sys.argv[2]))
+        ranks.fork(RANKS, lambda: work(Path(sys.argv[2]), sys.argv[3:]), IMPORTED)
     else:
         make(Path(sys.argv[1]), *sys.argv[2:])
