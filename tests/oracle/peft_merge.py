@@ -2,50 +2,87 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from peft.utils.warning import PeftWarning
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lora_tool import plan_merge
 from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 from lora_tool.execution.engine import execute
-from tests.oracle.tiny import NUM_LABELS, Task, tiny_model
+from tests.oracle.tiny import AUTO, NUM_LABELS, Task, tiny_model
 
 Table = dict[str, torch.Tensor]
 
-INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INTEGERS = {BF16: torch.int16, FP16: torch.int16, FP32: torch.int32}
 _TASK_TYPES = {"causal-lm": TaskType.CAUSAL_LM, "seq-cls": TaskType.SEQ_CLS}
+# peft 0.21 takes the bias of a lora_B, a vector by nature, for a tensor that ZeRO-3 cut
+_VECTORS = ".*have invalid shape.*lora_B.bias"
+
+
+def save_model(model: PreTrainedModel, folder: Path, dtype: torch.dtype = BF16, *, shard: str = "20KB") -> Path:
+    """Write a model in a type, in several shards, and return its folder."""
+    model = model.to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder
 
 
 def save_base(folder: Path, model_type: str, task: Task, dtype: torch.dtype, **overrides: Any) -> Path:
-    """Write a tiny base model, in several shards, and return its folder."""
-    model = tiny_model(model_type, task, **overrides).to(dtype)
-    model.config.dtype = dtype
-    model.save_pretrained(folder, max_shard_size="20KB")
-    return folder
+    """Write a tiny base model and return its folder."""
+    return save_model(tiny_model(model_type, task, **overrides), folder, dtype)
 
 
 def load_model(base: Path, task: Task, num_labels: int = NUM_LABELS) -> PreTrainedModel:
     """Return the base as PEFT's users load it: in its own dtype."""
-    if task == "causal-lm":
-        return AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    return AutoModelForSequenceClassification.from_pretrained(base, dtype="auto", num_labels=num_labels)
+    labels = {"num_labels": num_labels} if task in ("seq-cls", "token-cls") else {}
+    model: PreTrainedModel = AUTO[task].from_pretrained(base, dtype="auto", **labels)
+    return model
 
 
-def randomise(model: torch.nn.Module, *, seed: int) -> None:
-    """Give every trainable parameter random values: of an adapter that PEFT makes half of the factors are zero."""
+def randomise(model: torch.nn.Module, *, seed: int = 20) -> None:
+    """Give every trainable parameter random values: of an adapter that PEFT makes half of the factors are zero.
+
+    Vectors stay near what they were, as norms and biases do.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.copy_(noise + parameter.float() if parameter.dim() == 1 else noise)
+
+
+def train(
+    model: torch.nn.Module,
+    folder: Path,
+    config: PeftConfig | None = None,
+    *,
+    save: bool | str = "auto",
+    options: Mapping[str, Any] | None = None,
+    **lora: Any,
+) -> PeftModel:
+    """Write an adapter with random tensors as PEFT saves it, and return the model that has it.
+
+    `save` says whether PEFT saves the embeddings too; it chooses by itself where that is "auto". `options` are of
+    `get_peft_model`.
+    """
+    config = config or LoraConfig(**{"r": 4, "lora_alpha": 7, **lora})
+    adapted = get_peft_model(model, config, **(options or {}))
+    randomise(adapted)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_VECTORS, category=PeftWarning)
+        adapted.save_pretrained(str(folder), save_embedding_layers=save)
+    trained: PeftModel = adapted
+    return trained
 
 
 def save_adapter(
@@ -61,30 +98,24 @@ def save_adapter(
 
     `dtype` casts the tensors of the file; None leaves them as PEFT saves them.
     """
-    config = LoraConfig(task_type=_TASK_TYPES[task], **lora)
-    model = get_peft_model(load_model(base, task, num_labels), config)
-    generator = torch.Generator().manual_seed(20)
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            noise = torch.randn(parameter.shape, generator=generator) * 0.1
-            parameter.copy_(noise + parameter.float() if parameter.dim() == 1 else noise)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*have invalid shape.*lora_B.bias", category=PeftWarning)
-        model.save_pretrained(str(folder), save_embedding_layers=False)
+    train(load_model(base, task, num_labels), folder, LoraConfig(task_type=_TASK_TYPES[task], **lora), save=False)
     if dtype is not None:
         weights = folder / "adapter_model.safetensors"
         save_file({name: tensor.to(dtype) for name, tensor in saved_tensors(folder).items()}, weights)
     return folder
 
 
-def merge_with_peft(base: Path, adapter: Path, out: Path, task: Task, num_labels: int = NUM_LABELS) -> Path:
+def merged_by_peft(model: PreTrainedModel, adapter: Path, out: Path) -> Path:
     """Write what PEFT's defaults give: load, `merge_and_unload`, `save_pretrained`."""
     with warnings.catch_warnings():
-        # peft 0.21 takes the bias of a lora_B, a vector by nature, for a tensor that ZeRO-3 cut
-        warnings.filterwarnings("ignore", message=".*have invalid shape.*lora_B.bias", category=PeftWarning)
-        model = PeftModel.from_pretrained(load_model(base, task, num_labels), adapter)
-    model.merge_and_unload().save_pretrained(out)
+        warnings.filterwarnings("ignore", message=_VECTORS, category=PeftWarning)
+        loaded = PeftModel.from_pretrained(model, adapter)
+    loaded.merge_and_unload().save_pretrained(out)
     return out
+
+
+def merge_with_peft(base: Path, adapter: Path, out: Path, task: Task, num_labels: int = NUM_LABELS) -> Path:
+    return merged_by_peft(load_model(base, task, num_labels), adapter, out)
 
 
 def merge_with_ours(base: Path, adapter: Path, out: Path, precision: str, **choices: Any) -> Path:
@@ -113,11 +144,37 @@ def different(ours: Table, theirs: Table) -> list[str]:
     return [name for name, tensor in theirs.items() if not torch.equal(_bits(ours[name]), _bits(tensor))]
 
 
+def changed(before: Table, after: Table) -> list[str]:
+    """Return the names of tensors that a base does not have, or has otherwise."""
+    held, wanted = layout(before), layout(after)
+    same = {name: tensor for name, tensor in after.items() if held.get(name) == wanted[name]}
+    return [*(after.keys() - same.keys()), *different(before, same)]
+
+
 def require_same(ours: Path, theirs: Path) -> Table:
     """Assert that both folders hold the same tensors, of the same types and bit for bit; return them."""
-    found, wanted = saved_tensors(ours), saved_tensors(theirs)
-    assert layout(found) == layout(wanted)
-    assert different(found, wanted) == []
+    wanted = saved_tensors(theirs)
+    require_tensors(saved_tensors(ours), wanted)
+    return wanted
+
+
+def require_tensors(ours: Table, theirs: Table) -> None:
+    assert layout(ours) == layout(theirs)
+    assert different(ours, theirs) == []
+
+
+def require_pefts(base: Path, adapter: Path, load: Callable[[], PreTrainedModel], **choices: Any) -> Table:
+    """Assert that PEFT's merge into what `load` returns and ours are the same, and change the base; return it.
+
+    Both are written beside the adapter, as `theirs` and `ours`.
+    """
+    theirs = merged_by_peft(load(), adapter, adapter.parent / "theirs")
+    ours = merge_with_ours(base, adapter, adapter.parent / "ours", "peft", **choices)
+    wanted = require_same(ours, theirs)
+    assert changed(saved_tensors(base), wanted)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (ours, theirs)]
+    for field in ("architectures", "tie_word_embeddings", "vocab_size", "id2label"):
+        assert configs[0].get(field) == configs[1].get(field), field
     return wanted
 
 

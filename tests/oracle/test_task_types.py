@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from lora_tool import verify
 from lora_tool.core.errors import FindingsFound
 from tests.oracle.peft_merge import Table, different, layout, merge_with_ours, randomise, saved_tensors
-from tests.oracle.test_zoo import experts
 from tests.oracle.tiny import AUTO, NUM_LABELS, Task, tiny_config, tiny_model
 
 # transformers and PEFT warn of tiny configs and of what a class leaves out: the merge is the test

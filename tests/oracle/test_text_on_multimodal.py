@@ -26,7 +26,6 @@ from lora_tool import prepare, verify
 from lora_tool.core.errors import UnsupportedAdapter
 from tests.judging import codes, judge
 from tests.oracle.peft_merge import different, layout, merge_with_ours, randomise, saved_tensors
-from tests.oracle.test_zoo import experts
 from tests.oracle.tiny import AUTO, tiny_model
 from tests.quantised_models import quantise
 
