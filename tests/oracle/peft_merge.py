@@ -134,6 +134,14 @@ def saved_tensors(folder: Path) -> Table:
     return table
 
 
+def rewrite(folder: Path, table: Table) -> Path:
+    """Replace the weights of a model by one file with other tensors."""
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file(table, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def layout(table: Table) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return name → dtype and shape."""
     return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in table.items()}

@@ -3,104 +3,64 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from msgspec.structs import replace
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
-from transformers import AutoModel, PreTrainedModel
 
 from lora_tool import plan_merge
+from lora_tool.checkpoints import open_model
 from lora_tool.core.errors import FindingsFound, IncompatibleBase, MissingDependency, UnsupportedAdapter, WrongValue
 from lora_tool.formats.adapter_config import ExpertLayout
+from tests.oracle.adapter_cases import case
 from tests.oracle.peft_merge import (
-    Table,
+    BF16,
+    FP32,
+    changed,
     different,
     layout,
     load_model,
     merge_with_ours,
-    merge_with_peft,
-    randomise,
+    require_pefts,
     save_adapter,
     save_base,
     saved_tensors,
 )
-from tests.oracle.tiny import NUM_LABELS, tiny_config
 
 # transformers and PEFT warn of tiny configs and of what a class leaves out: the merge is the test
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 EXPERTS = {
     "target_modules": ["q_proj"],
     "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
     "rank_pattern": {"experts.down_proj": 3},
     "alpha_pattern": {"mlp.experts.gate_up_proj": 5},
 }
-MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe"]
+ATTENTION = case(target_modules=["q_proj"])
+MIXTRAL = case("mixtral", **EXPERTS)
 
 
-def require_pefts(base: Path, adapter: Path, folder: Path, task: Any = "causal-lm", **choices: Any) -> Table:
-    theirs = saved_tensors(merge_with_peft(base, adapter, folder / "theirs", task))
-    ours = saved_tensors(merge_with_ours(base, adapter, folder / "ours", "peft", **choices))
-    assert layout(ours) == layout(theirs)
-    assert not different(ours, theirs)
-    before = saved_tensors(base)
-    assert any(name not in before or not torch.equal(before[name], tensor) for name, tensor in theirs.items())
-    return theirs
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoe"])
+def test_experts_of_every_layout(model_type: str, tmp_path: Path) -> None:
+    """In float32 PEFT rounds a delta no more than we do, so all three precisions are one sum in other orders."""
+    one = case(model_type, dtype=FP32, **EXPERTS)
+    base, adapter = one.write(tmp_path)
+    theirs = require_pefts(base, adapter, lambda: one.load(base))
+    for precision in ("float32", "float64"):
+        ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / precision, precision))
+        assert layout(ours) == layout(theirs)
+        for name, tensor in theirs.items():
+            assert torch.allclose(ours[name], tensor, rtol=0, atol=2e-7), name
 
 
-@pytest.mark.parametrize("model_type", ["olmoe", "gpt_oss"])
-def test_dora_where_names_are_mapped(model_type: str, tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", model_type, "causal-lm", BF16)
-    lora = {"r": 4, "lora_alpha": 7, "use_dora": True, "target_modules": ["q_proj", "o_proj"]}
-    require_pefts(base, save_adapter(tmp_path / "adapter", base, "causal-lm", lora), tmp_path)
-
-
-def test_trained_biases_that_are_one_tensor_on_disk(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "jina_embeddings_v3", "seq-cls", BF16)
-    lora = {"r": 4, "target_modules": ["q_proj"], "bias": "all"}
-    require_pefts(base, save_adapter(tmp_path / "adapter", base, "seq-cls", lora), tmp_path, "seq-cls")
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("model_type", MIXTURES)
-def test_experts_of_every_layout(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", model_type, "causal-lm", dtype)
-    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "lora_alpha": 7, **EXPERTS})
-    require_pefts(base, adapter, tmp_path)
-
-
-@pytest.mark.parametrize("precision", ["float32", "float64"])
-@pytest.mark.parametrize("model_type", MIXTURES)
-def test_experts_in_our_own_arithmetic(model_type: str, precision: str, tmp_path: Path) -> None:
-    """In float32 PEFT rounds a delta no more than we do, so all three are one sum in other orders."""
-    base = save_base(tmp_path / "base", model_type, "causal-lm", FP32)
-    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "lora_alpha": 7, **EXPERTS})
-    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", "causal-lm"))
-    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", precision))
-    assert layout(ours) == layout(theirs)
-    for name, tensor in theirs.items():
-        assert torch.allclose(ours[name], tensor, rtol=0, atol=2e-7), name
-
-
-@pytest.mark.parametrize("parameter", ["q_proj.weight", "mlp.up_proj.weight", "c_attn.weight"])
-def test_matrices_as_bare_parameters(parameter: str, tmp_path: Path) -> None:
-    model_type = "gpt2" if parameter.startswith("c_attn") else "llama"
-    base = save_base(tmp_path / "base", model_type, "causal-lm", BF16)
-    lora = {"r": 4, "lora_alpha": 7, "target_modules": [], "target_parameters": [parameter]}
-    require_pefts(base, save_adapter(tmp_path / "adapter", base, "causal-lm", lora), tmp_path)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-def test_layers_inside_a_module_whose_parameter_has_lora(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_layers_inside_a_module_whose_parameter_has_lora(tmp_path: Path) -> None:
     """PEFT calls them `mixer.base_layer.in_proj`, and its `merge_and_unload` leaves them as they are."""
-    base = save_base(tmp_path / "base", "mamba", "causal-lm", dtype)
+    base = save_base(tmp_path / "base", "mamba", "causal-lm", BF16)
     lora = {"target_modules": ["in_proj", "dt_proj"], "target_parameters": ["mixer.A_log"], "bias": "lora_only", "r": 2}
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
     model = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter)
@@ -132,23 +92,21 @@ def save_old_adapter(folder: Path, base: Path, targets: list[str], **fields: Any
 
 
 @pytest.mark.parametrize(
-    ("model_type", "targets"),
+    ("model_type", "targets", "dtype"),
     [
-        ("mixtral", ["q_proj", "w1", "w2", "w3"]),
-        ("mixtral", ["gate", "w1", "w2", "w3"]),
-        ("mixtral", ["w2"]),
-        ("qwen3_moe", ["o_proj", "gate_proj", "up_proj", "down_proj"]),
-        ("minimax", ["w1", "w2", "w3"]),
+        ("mixtral", ["q_proj", "w1", "w2", "w3"], BF16),
+        ("mixtral", ["gate", "w1", "w2", "w3"], FP32),
+        ("mixtral", ["w2"], BF16),
+        ("qwen3_moe", ["o_proj", "gate_proj", "up_proj", "down_proj"], BF16),
+        ("minimax", ["w1", "w2", "w3"], FP32),
     ],
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+    ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
 )
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_adapters_of_single_experts(model_type: str, targets: list[str], dtype: torch.dtype, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", model_type, "causal-lm", dtype)
     adapter = save_old_adapter(tmp_path / "adapter", base, targets)
-    theirs = require_pefts(base, adapter, tmp_path)
-    changed = different(theirs, saved_tensors(base))
-    assert len(changed) == len(saved_tensors(adapter)) // 2
+    theirs = require_pefts(base, adapter, lambda: load_model(base, "causal-lm"))
+    assert len(changed(saved_tensors(base), theirs)) == len(saved_tensors(adapter)) // 2
 
 
 @pytest.mark.parametrize(
@@ -200,34 +158,19 @@ def grouped_by_expert(adapter: Path, experts: int, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "choices"),
+    ("fields", "choices", "precision"),
     [
-        ({"lora_B_layout": "grouped_by_expert"}, {}),
-        ({}, {"expert_layout": ExpertLayout.GROUPED_BY_EXPERT}),
+        ({"lora_B_layout": "grouped_by_expert"}, {}, "peft"),
+        ({}, {"expert_layout": ExpertLayout.GROUPED_BY_EXPERT}, "float32"),
     ],
     ids=["named by the config", "named by the user"],
 )
-@pytest.mark.parametrize("precision", ["peft", "float32"])
 def test_lora_b_grouped_by_expert(fields: Any, choices: Any, precision: str, tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
-    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "lora_alpha": 7, **EXPERTS})
+    base, adapter = MIXTRAL.write(tmp_path)
     expected = saved_tensors(merge_with_ours(base, adapter, tmp_path / "expected", precision))
     grouped_by_expert(adapter, 4, **fields)
     ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", precision, **choices))
     assert not different(ours, expected)
-
-
-def test_a_size_that_contradicts_the_weights_is_a_finding(tmp_path: Path) -> None:
-    """No table has Mixtral's tensors: transformers says what its config means."""
-    base = save_base(tmp_path / "base", "mixtral", "causal-lm", torch.bfloat16)
-    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 2, "target_modules": ["q_proj"]})
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
-    words = r"experts\.gate_up_proj`: is \[4, 96, 32\] in the weights of .*w1\.weight` and 7 more, .* \[4, 80, 32\]"
-    with pytest.raises(FindingsFound, match=f"LT317 .*{words}"):
-        plan_merge(base, adapter)
-    with pytest.raises(IncompatibleBase, match="in the weights of"):  # nothing can be computed all the same
-        plan_merge(base, adapter, ignore=["LT317"])
 
 
 @pytest.mark.parametrize(
@@ -239,85 +182,33 @@ def test_a_size_that_contradicts_the_weights_is_a_finding(tmp_path: Path) -> Non
     ],
 )
 def test_an_ambiguous_lora_b_is_refused(fields: Any, choices: Any, words: str, tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
-    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "lora_alpha": 7, **EXPERTS})
+    base, adapter = MIXTRAL.write(tmp_path)
     grouped_by_expert(adapter, 4, **fields)
     with pytest.raises((UnsupportedAdapter, FindingsFound, WrongValue), match=words) as caught:
         merge_with_ours(base, adapter, tmp_path / "ours", "peft", **choices)
     assert caught.value.hint or fields
 
 
-def save_trunk(folder: Path, model_type: str) -> Path:
-    """Write the model without a head, as `AutoModel` saves it: names lack what the head's class puts before them."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModel.from_config(tiny_config(model_type, "causal-lm")).to(BF16)
-    model.config.dtype = BF16
-    model.save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "gpt_neox", "bert"])
-def test_a_classifier_from_a_base_without_a_head(model_type: str, tmp_path: Path) -> None:
-    base = save_trunk(tmp_path / "base", model_type)
-    lora = {"r": 4, "lora_alpha": 7, "target_modules": "all-linear", "fan_in_fan_out": model_type == "gpt2"}
-    adapter = save_adapter(tmp_path / "adapter", base, "seq-cls", lora)
-    require_pefts(base, adapter, tmp_path, "seq-cls", num_labels=NUM_LABELS)
-
-
-@pytest.mark.parametrize("model_type", ["opt", "qwen2", "mixtral"])
-def test_a_causal_lm_from_a_base_without_a_head(model_type: str, tmp_path: Path) -> None:
-    base = save_trunk(tmp_path / "base", model_type)
-    lora = {"r": 4, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
-    if model_type == "opt":  # its output layer is tied
-        del lora["modules_to_save"]
-    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
-    require_pefts(base, adapter, tmp_path)
+def test_a_size_that_contradicts_the_weights_is_a_finding(tmp_path: Path) -> None:
+    """No table has Mixtral's tensors: transformers says what its config means."""
+    base, adapter = case("mixtral", target_modules=["q_proj"]).write(tmp_path)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    words = r"experts\.gate_up_proj`: is \[4, 96, 32\] in the weights of .*w1\.weight` and 7 more, .* \[4, 80, 32\]"
+    with pytest.raises(FindingsFound, match=f"LT317 .*{words}"):
+        plan_merge(base, adapter)
+    with pytest.raises(IncompatibleBase, match="in the weights of"):  # nothing can be computed all the same
+        plan_merge(base, adapter, ignore=["LT317"])
 
 
 def test_a_head_that_nobody_saved_is_refused(tmp_path: Path) -> None:
-    base = save_trunk(tmp_path / "base", "qwen2")
-    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "target_modules": ["q_proj"]})
+    base, adapter = case("qwen2", base_task="feature-extraction", target_modules=["q_proj"]).write(tmp_path)
     with pytest.raises(FindingsFound, match=r"LT515 .* has no `lm_head.weight`"):
         merge_with_ours(base, adapter, tmp_path / "ours", "peft")
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
-def test_a_vision_language_model_under_its_names_on_disk(name: str, tmp_path: Path) -> None:
-    classes = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    model_class = getattr(transformers, classes[name])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = model_class(tiny_config(name, "causal-lm")).to(BF16)
-    model.config.dtype = BF16
-    model.save_pretrained(tmp_path / "base")
-    save_trained(model, tmp_path / "adapter", {"target_modules": "all-linear"})
-
-    def load() -> PreTrainedModel:
-        loaded: PreTrainedModel = model_class.from_pretrained(tmp_path / "base", dtype="auto")
-        return loaded
-
-    require_merged(load, tmp_path)
-
-
-def save_trained(model: PreTrainedModel, folder: Path, lora: Mapping[str, Any]) -> None:
-    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=7, task_type="CAUSAL_LM", **lora))
-    randomise(adapted, seed=20)
-    adapted.save_pretrained(str(folder), save_embedding_layers=False)
-
-
-def require_merged(load: Callable[[], PreTrainedModel], folder: Path) -> None:
-    PeftModel.from_pretrained(load(), folder / "adapter").merge_and_unload().save_pretrained(folder / "theirs")
-    ours = saved_tensors(merge_with_ours(folder / "base", folder / "adapter", folder / "ours", "peft"))
-    theirs = saved_tensors(folder / "theirs")
-    assert layout(ours) == layout(theirs)
-    assert not different(ours, theirs)
-    assert different(ours, saved_tensors(folder / "base"))
-
-
 def test_the_code_that_a_config_names_is_neither_run_nor_named_again(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "llama", "causal-lm", BF16)
-    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "target_modules": ["q_proj"]})
+    base, adapter = ATTENTION.write(tmp_path)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "modeling.Bad"}}))
     (base / "modeling.py").write_text("raise SystemExit('the checkpoint ran its code')")
@@ -327,8 +218,7 @@ def test_the_code_that_a_config_names_is_neither_run_nor_named_again(tmp_path: P
 
 
 def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
-    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, "target_modules": ["q_proj"]})
+    base, adapter = MIXTRAL.write(tmp_path)
     monkeypatch.setattr(
         "lora_tool.core.errors.find_spec", lambda package: None if package == "transformers" else package
     )
@@ -339,12 +229,8 @@ def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: py
 
 def test_no_fused_layer_is_one_step(tmp_path: Path) -> None:
     """The largest thing that a step reads is one expert's matrix, whatever the layer's size in memory."""
-    from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
-
-    base = save_base(tmp_path / "base", "mixtral", "causal-lm", BF16)
-    opened = open_checkpoint(save_adapter(tmp_path / "adapter", base, "causal-lm", {"r": 4, **EXPERTS}))
-    assert isinstance(opened, AdapterDir)
-    plan = plan_merge(open_model(base), opened)
+    base, adapter = MIXTRAL.write(tmp_path)
+    plan = plan_merge(base, adapter)
     disk = open_model(base).tensors
     for step in plan.steps:
         assert step.op.source.spec == replace(disk[step.out.name].spec, name=step.op.source.name)
