@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,7 @@ from lora_tool.execution.engine import execute
 from lora_tool.formats.manifest import FILE_NAME
 from lora_tool.hub.contents import select
 from lora_tool.plans.core.plan import Plan
-from tests.oracle.test_task_types import save_adapter, save_base
-from tests.oracle.tiny import AUTO, tiny_model
+from tests.oracle.adapter_cases import case
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -50,15 +50,18 @@ def add_modules(folder: Path) -> None:
     (folder / "2_Dense" / "dense.py").write_text("raise SystemExit\n")
 
 
+@pytest.fixture(scope="session", name="made")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bert")
+    case("bert", task="feature-extraction").write(folder)
+    add_modules(folder / "base")
+    return folder
+
+
 @pytest.fixture
-def inputs(tmp_path: Path) -> Path:
+def inputs(made: Path, tmp_path: Path) -> Path:
     """Return a folder with `base`, an embedding model with modules, and a plain `adapter` for it."""
-    save_base(tiny_model("bert", "feature-extraction"), tmp_path / "base")
-    save_adapter(
-        AUTO["feature-extraction"].from_pretrained(tmp_path / "base"), tmp_path / "adapter", "FEATURE_EXTRACTION"
-    )
-    add_modules(tmp_path / "base")
-    return tmp_path
+    return Path(shutil.copytree(made, tmp_path, dirs_exist_ok=True))
 
 
 def planned(folder: Path) -> Plan:
@@ -167,13 +170,7 @@ def test_classes_that_are_code_are_named(inputs: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["SentenceTransformer", "CrossEncoder"])
 def test_a_classifier_has_modules_as_a_cross_encoder_only(kind: str, tmp_path: Path) -> None:
-    save_base(tiny_model("bert", "seq-cls"), tmp_path / "base")
-    save_adapter(
-        AUTO["seq-cls"].from_pretrained(tmp_path / "base"),
-        tmp_path / "adapter",
-        "SEQ_CLS",
-        exclude_modules=["classifier"],
-    )
+    case("bert", task="seq-cls", exclude_modules=["classifier"]).write(tmp_path)
     list_modules(tmp_path / "base", {"": "Transformer"})
     write_json(tmp_path / "base" / "config_sentence_transformers.json", {"model_type": kind})
     plan = planned(tmp_path)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
 
 from lora_tool.core.report import Severity
 from tests.judging import judge, lines
-from tests.oracle.good_adapters import train_a_little
+from tests.oracle.peft_merge import train
 from tests.oracle.tiny import Task, tiny_config, tiny_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 CASES: list[tuple[str, Task]] = [
     # classes that hold the parts of the base model themselves, and that only the adapter's config names
@@ -30,14 +30,8 @@ def save_adapter(model_type: str, task: Task, folder: Path, without: list[str] |
     model = tiny_model(model_type, task)
     model.save_pretrained(folder / "base")
     model.name_or_path = model.config._name_or_path = str(folder / "base")
-    config = LoraConfig(
-        r=4, lora_alpha=8, target_modules="all-linear", exclude_modules=without, task_type=_TASK_TYPES.get(task)
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        adapted = get_peft_model(model, config)
-        train_a_little(adapted)
-        adapted.save_pretrained(str(folder / "adapter"))
+    lora = {"target_modules": "all-linear", "exclude_modules": without, "task_type": _TASK_TYPES.get(task)}
+    train(model, folder / "adapter", **lora)
 
 
 @pytest.mark.parametrize(("model_type", "task"), CASES)
@@ -54,10 +48,7 @@ def test_a_layer_beside_the_head_may_be_absent_from_the_base(tmp_path: Path) -> 
     tiny_model("distilbert", "feature-extraction").save_pretrained(tmp_path / "base")
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
     saved = ["pre_classifier", "classifier"]
-    config = LoraConfig(r=4, target_modules=["q_lin"], modules_to_save=saved, task_type="SEQ_CLS")
-    adapted = get_peft_model(model, config)
-    train_a_little(adapted)
-    adapted.save_pretrained(str(tmp_path / "adapter"))
+    train(model, tmp_path / "adapter", target_modules=["q_lin"], modules_to_save=saved, task_type="SEQ_CLS")
     assert lines(judge(tmp_path / "adapter", base=tmp_path / "base")) == []
 
 
@@ -86,8 +77,6 @@ def test_no_rule_has_a_word_on_classes_that_only_the_config_names(
     model = getattr(transformers, class_name)(tiny_config(model_type, "feature-extraction"))
     model.save_pretrained(tmp_path / "base")
     model = getattr(transformers, class_name).from_pretrained(tmp_path / "base")
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
-    train_a_little(adapted)
-    adapted.save_pretrained(str(tmp_path / "adapter"))
+    train(model, tmp_path / "adapter", target_modules="all-linear")
     assert lines(judge(tmp_path / "adapter"), Severity.INFO) == []
     assert lines(judge(tmp_path / "adapter", base=tmp_path / "base"), Severity.INFO) == []

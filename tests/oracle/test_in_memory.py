@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +21,24 @@ from peft import (
     LoraConfig,
     OFTConfig,
     PeftConfig,
-    PeftModel,
     PromptTuningConfig,
     TaskType,
     VeraConfig,
-    get_peft_model,
 )
 from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file, save_file
 
 from lora_tool.execution import in_memory
 from tests.cli.calling import Caller
-from tests.oracle.peft_merge import different, layout, load_model, merge_with_peft, save_base, saved_tensors
-from tests.oracle.test_task_types import load_vlm
-from tests.oracle.test_task_types import save_adapter as save_any_adapter
-from tests.oracle.test_task_types import save_base as save_whole
+from tests.oracle.peft_merge import (
+    load_model,
+    merge_with_peft,
+    require_same,
+    save_base,
+    save_model,
+    saved_tensors,
+    train,
+)
 from tests.oracle.tiny import AUTO, Task, tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -57,19 +62,27 @@ METHODS: dict[str, PeftConfig] = {
 
 def adapter_of(base: Path, folder: Path, method: PeftConfig, task: Task) -> Path:
     method.task_type = TaskType.CAUSAL_LM if task == "causal-lm" else TaskType.SEQ_CLS
-    model = get_peft_model(load_model(base, task), method)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    model.save_pretrained(str(folder))
+    train(load_model(base, task), folder, method)
     return folder
 
 
-@pytest.mark.parametrize("task", ["causal-lm", "seq-cls"])
-@pytest.mark.parametrize("name", ONLY_PEFT)
-def test_it_gives_pefts_bits_and_only_when_asked(name: str, task: Task, tmp_path: Path, call: Caller) -> None:
-    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+@pytest.fixture(scope="session", name="made")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("llama") / "base", "llama", "causal-lm", torch.bfloat16)
+
+
+@pytest.fixture
+def base(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "base"))
+
+
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [("mica", "causal-lm"), ("kasa", "seq-cls"), ("pissa-dora", "causal-lm"), ("pissa-dora", "seq-cls")],
+)
+def test_it_gives_pefts_bits_and_only_when_asked(
+    name: str, task: Task, base: Path, tmp_path: Path, call: Caller
+) -> None:
     adapter = adapter_of(base, tmp_path / "adapter", LoraConfig(**ONLY_PEFT[name]), task)
     arguments = ("merge", adapter, "--base", base, "-o", tmp_path / "ours")
     refused = call(*arguments)
@@ -79,10 +92,7 @@ def test_it_gives_pefts_bits_and_only_when_asked(name: str, task: Task, tmp_path
     done = call(*arguments, "--allow-in-memory")
     assert done.code == 0, done.err
     assert "takes about" in done.err
-    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", task))
-    ours = saved_tensors(tmp_path / "ours")
-    assert layout(ours) == layout(theirs)
-    assert different(ours, theirs) == []
+    ours = require_same(tmp_path / "ours", merge_with_peft(base, adapter, tmp_path / "theirs", task))
     manifest = json.loads((tmp_path / "ours" / "lora_tool.json").read_text())
     assert (manifest["precision"], manifest["tier"]) == ("peft", "in memory")
     assert manifest["counts"]["merged"] == 4
@@ -92,10 +102,8 @@ def test_it_gives_pefts_bits_and_only_when_asked(name: str, task: Task, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter", "ours", "theirs"}
 
 
-@pytest.mark.parametrize("task", ["causal-lm", "seq-cls"])
-@pytest.mark.parametrize("name", METHODS)
-def test_other_methods_of_peft(name: str, task: Task, tmp_path: Path, call: Caller) -> None:
-    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+@pytest.mark.parametrize(("name", "task"), [*zip(METHODS, itertools.cycle(("causal-lm", "seq-cls")), strict=False)])
+def test_other_methods_of_peft(name: str, task: Task, base: Path, tmp_path: Path, call: Caller) -> None:
     adapter = adapter_of(base, tmp_path / "adapter", replace(METHODS[name]), task)
     arguments = ("merge", adapter, "--base", base, "-o", tmp_path / "ours")
     refused = call(*arguments)
@@ -104,10 +112,7 @@ def test_other_methods_of_peft(name: str, task: Task, tmp_path: Path, call: Call
     assert "--allow-in-memory" in refused.err
     done = call(*arguments, "--allow-in-memory")
     assert done.code == 0, done.err
-    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", task))
-    ours = saved_tensors(tmp_path / "ours")
-    assert layout(ours) == layout(theirs)
-    assert different(ours, theirs) == []
+    require_same(tmp_path / "ours", merge_with_peft(base, adapter, tmp_path / "theirs", task))
     manifest = json.loads((tmp_path / "ours" / "lora_tool.json").read_text())
     assert manifest["counts"]["merged"] >= 2
     checked = call("verify", tmp_path / "ours")
@@ -115,8 +120,7 @@ def test_other_methods_of_peft(name: str, task: Task, tmp_path: Path, call: Call
     assert f"peft_type {name.upper()}, which is not LoRA" in checked.out + checked.err
 
 
-def test_a_method_without_a_change_of_weights_stays_refused(tmp_path: Path, call: Caller) -> None:
-    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+def test_a_method_without_a_change_of_weights_stays_refused(base: Path, tmp_path: Path, call: Caller) -> None:
     prompts = PromptTuningConfig(num_virtual_tokens=2)
     adapter = adapter_of(base, tmp_path / "adapter", prompts, "causal-lm")
     done = call("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
@@ -135,8 +139,7 @@ def test_other_methods_on_tied_ends_stay_refused(tmp_path: Path, call: Caller) -
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
 
 
-def test_too_little_memory_and_dry_run(tmp_path: Path, call: Caller) -> None:
-    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+def test_too_little_memory_and_dry_run(base: Path, tmp_path: Path, call: Caller) -> None:
     adapter = adapter_of(base, tmp_path / "adapter", LoraConfig(**ONLY_PEFT["mica"]), "causal-lm")
     arguments = ("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
     with mock.patch.object(in_memory, "available_bytes", lambda: 1 << 20):
@@ -149,8 +152,7 @@ def test_too_little_memory_and_dry_run(tmp_path: Path, call: Caller) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
 
 
-def test_a_tensor_that_peft_would_leave_out_is_an_error(tmp_path: Path, call: Caller) -> None:
-    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+def test_a_tensor_that_peft_would_leave_out_is_an_error(base: Path, tmp_path: Path, call: Caller) -> None:
     adapter = adapter_of(base, tmp_path / "adapter", LoraConfig(**ONLY_PEFT["mica"]), "causal-lm")
     tensors = load_file(adapter / "adapter_model.safetensors")
     name = next(name for name in tensors if "q_proj.lora_A" in name)
@@ -163,8 +165,7 @@ def test_a_tensor_that_peft_would_leave_out_is_an_error(tmp_path: Path, call: Ca
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
 
 
-def test_what_peft_merges_wrongly_stays_refused(tmp_path: Path, call: Caller) -> None:
-    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
+def test_what_peft_merges_wrongly_stays_refused(base: Path, tmp_path: Path, call: Caller) -> None:
     adapter = adapter_of(base, tmp_path / "adapter", LoraConfig(**Q), "causal-lm")
     config = json.loads((adapter / "adapter_config.json").read_text())
     for field, value in {"init_lora_weights": "lora_ga", "alora_invocation_tokens": [1], "use_qalora": True}.items():
@@ -193,28 +194,24 @@ def test_a_weight_that_transformers_writes_back_transposed(tmp_path: Path, call:
     base, adapter, ours = tmp_path / "base", tmp_path / "adapter", tmp_path / "ours"
     config = tiny_config("ernie4_5_vl_moe", "image-text-to-text")
     config.text_config.rope_parameters = {**config.text_config.rope_parameters, "mrope_section": [1, 1, 2]}
-    save_whole(AUTO["image-text-to-text"].from_config(config), base)
-    choices = {"target_modules": ["q_proj"], "target_parameters": ["text_moe.gate.weight"]}
-    save_any_adapter(load_vlm(base), adapter, "CAUSAL_LM", **choices)
+    save_model(AUTO["image-text-to-text"].from_config(config), base)
+    choices = {"target_modules": ["q_proj"], "target_parameters": ["text_moe.gate.weight"], "task_type": "CAUSAL_LM"}
+    train(load_model(base, "image-text-to-text"), adapter, save=False, **choices)
     refused = call("merge", adapter, "--base", base, "-o", ours)
     assert refused.code == 3
     assert "transformers writes it back transposed" in refused.err
     assert "hint: --allow-in-memory" in refused.err
     done = call("merge", adapter, "--base", base, "-o", ours, "--allow-in-memory")
     assert done.code == 0, done.err
-    PeftModel.from_pretrained(load_vlm(base), adapter).merge_and_unload().save_pretrained(tmp_path / "theirs")
-    merged, theirs = saved_tensors(ours), saved_tensors(tmp_path / "theirs")
-    assert layout(merged) == layout(theirs)
-    assert different(merged, theirs) == []
+    require_same(ours, merge_with_peft(base, adapter, tmp_path / "theirs", "image-text-to-text"))
 
 
 @pytest.mark.parametrize("form", ["raw-names", "torch-file"])
-def test_an_adapter_that_peft_would_not_read_whole(form: str, tmp_path: Path, call: Caller) -> None:
+def test_an_adapter_that_peft_would_not_read_whole(form: str, base: Path, tmp_path: Path, call: Caller) -> None:
     """Of a raw state dict, or in a torch file, with the embeddings that PEFT saves beside it."""
-    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
     lora = ONLY_PEFT["pissa-dora"] | {"target_modules": ["q_proj", "embed_tokens"]}
     adapter = adapter_of(base, tmp_path / "adapter", LoraConfig(**lora), "causal-lm")
-    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", "causal-lm"))
+    theirs = merge_with_peft(base, adapter, tmp_path / "theirs", "causal-lm")
     tensors = saved_tensors(adapter)
     weights = adapter / "adapter_model.safetensors"
     if form == "torch-file":
@@ -230,6 +227,4 @@ def test_an_adapter_that_peft_would_not_read_whole(form: str, tmp_path: Path, ca
         save_file(renamed, weights)
     done = call("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
     assert done.code == 0, done.err
-    ours = saved_tensors(tmp_path / "ours")
-    assert layout(ours) == layout(theirs)
-    assert different(ours, theirs) == []
+    require_same(tmp_path / "ours", theirs)

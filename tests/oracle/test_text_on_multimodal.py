@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import PeftModel, TaskType
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -25,7 +25,17 @@ from transformers import (
 from lora_tool import prepare, verify
 from lora_tool.core.errors import UnsupportedAdapter
 from tests.judging import codes, judge
-from tests.oracle.peft_merge import different, layout, merge_with_ours, randomise, saved_tensors
+from tests.oracle.adapter_cases import experts
+from tests.oracle.peft_merge import (
+    different,
+    layout,
+    load_model,
+    merge_with_ours,
+    require_pefts,
+    save_model,
+    saved_tensors,
+    train,
+)
 from tests.oracle.tiny import AUTO, tiny_model
 from tests.quantised_models import quantise
 
@@ -48,21 +58,15 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
 
 
 def save_whole(folder: Path, model_type: str, **overrides: Any) -> Path:
-    model = tiny_model(model_type, "image-text-to-text", **overrides).to(torch.bfloat16)
-    model.config.dtype = torch.bfloat16
-    model.save_pretrained(folder, max_shard_size="40KB")
-    return folder
+    return save_model(tiny_model(model_type, "image-text-to-text", **overrides), folder, shard="40KB")
 
 
 def load_text(base: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    return model
+    return load_model(base, "causal-lm")
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, **lora: Any) -> Path:
-    adapted = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 7, "task_type": TaskType.CAUSAL_LM, **lora}))
-    randomise(adapted, seed=20)
-    adapted.save_pretrained(str(folder), save_embedding_layers=False)
+    train(model, folder, save=False, **{"task_type": "CAUSAL_LM", **lora})
     return folder
 
 
@@ -83,17 +87,25 @@ def require_pefts_in_the_whole(base: Path, adapter: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_language_is_pefts_and_the_rest_the_bases(model_type: str, tmp_path: Path) -> None:
+def test_the_language_is_pefts_alone_and_in_the_whole(model_type: str, tmp_path: Path) -> None:
     base = save_whole(tmp_path / "base", model_type)
     text = load_text(base)
     parameters = experts(text) or None
     adapter = save_adapter(text, tmp_path / "adapter", target_modules="all-linear", target_parameters=parameters)
-    require_pefts_in_the_whole(base, adapter, tmp_path / "ours")
+    require_pefts_in_the_whole(base, adapter, tmp_path / "whole")
+    require_pefts(base, adapter, lambda: load_text(base), text_only=True)
+    configs = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("ours", "theirs")]
+    assert configs[0] == {**configs[1], "transformers_version": configs[0]["transformers_version"]}
+    loaded, info = type(text).from_pretrained(tmp_path / "ours", dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not different(loaded.state_dict(), theirs_in_memory(base, adapter))
+    for folder in ("ours", "theirs"):
+        verify(tmp_path / folder, base=base, adapters=[adapter]).raise_for_errors()
 
 
 def test_experts_that_are_stored_fused(tmp_path: Path) -> None:
     base = save_whole(tmp_path / "base", "qwen3_5_moe")
-    fused = AUTO["image-text-to-text"].from_pretrained(base, dtype="auto").state_dict()
+    fused = load_model(base, "image-text-to-text").state_dict()
     for path in base.glob("model*"):
         path.unlink()
     save_file({name: tensor.clone() for name, tensor in fused.items()}, base / "model.safetensors", {"format": "pt"})
@@ -120,27 +132,19 @@ def test_names_that_the_whole_model_has_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "text_only"), [("qwen3_5", False), ("llama4", False), ("qwen3_5", True)], ids=str
+    ("model_type", "form"),
+    [("llama4", "the text in the whole"), ("qwen3_5", "the text alone"), ("qwen3_5", "the whole")],
 )
-def test_the_answers_are_those_of_base_and_adapter(model_type: str, text_only: bool, tmp_path: Path) -> None:
+def test_the_answers_are_those_of_base_and_adapter(model_type: str, form: str, tmp_path: Path) -> None:
     base = save_whole(tmp_path / "base", model_type)
-    adapter = save_adapter(load_text(base), tmp_path / "adapter", **LAYER)
-    out = merge_with_ours(base, adapter, tmp_path / "ours", "float32", text_only=text_only)
+    model = load_model(base, "image-text-to-text") if form == "the whole" else load_text(base)
+    adapter = save_adapter(model, tmp_path / "adapter", **LAYER)
+    out = merge_with_ours(base, adapter, tmp_path / "ours", "float32", text_only=form == "the text alone")
     verification = verify(out, logits=True)
     verification.raise_for_errors()
     assert verification.outputs is not None
     assert verification.outputs.explained
     assert verification.outputs.explained_largest < 0.1  # so that another model's answers would not be
-
-
-def test_the_answers_of_a_whole_model_are_compared(tmp_path: Path) -> None:
-    base = save_whole(tmp_path / "base", "qwen3_5")
-    whole = AUTO["image-text-to-text"].from_pretrained(base, dtype="auto")
-    adapter = save_adapter(whole, tmp_path / "adapter", **LAYER)
-    verification = verify(merge_with_ours(base, adapter, tmp_path / "ours", "float32"), logits=True)
-    verification.raise_for_errors()
-    assert verification.outputs is not None
-    assert verification.outputs.explained
 
 
 def test_the_text_model_of_a_quantised_base_loads_as_one(tmp_path: Path) -> None:
@@ -188,26 +192,6 @@ def test_a_text_classifier_that_transformers_cannot_load_is_refused(tmp_path: Pa
     adapter = save_adapter(text, tmp_path / "adapter", **LAYER, task_type=TaskType.SEQ_CLS)
     with pytest.raises(UnsupportedAdapter, match="Gemma3TextForSequenceClassification, .* re-initialises"):
         merge_with_ours(base, adapter, tmp_path / "ours", "float32")
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_the_text_model_alone_is_pefts(model_type: str, tmp_path: Path) -> None:
-    base = save_whole(tmp_path / "base", model_type)
-    text = load_text(base)
-    parameters = experts(text) or None
-    adapter = save_adapter(text, tmp_path / "adapter", target_modules="all-linear", target_parameters=parameters)
-    PeftModel.from_pretrained(load_text(base), adapter).merge_and_unload().save_pretrained(tmp_path / "theirs")
-    merge_with_ours(base, adapter, tmp_path / "ours", "peft", text_only=True)
-    ours, theirs = saved_tensors(tmp_path / "ours"), saved_tensors(tmp_path / "theirs")
-    assert layout(ours) == layout(theirs)
-    assert not different(ours, theirs)
-    configs = [json.loads((tmp_path / each / "config.json").read_text()) for each in ("ours", "theirs")]
-    assert configs[0] == {**configs[1], "transformers_version": configs[0]["transformers_version"]}
-    loaded, info = type(text).from_pretrained(tmp_path / "ours", dtype="auto", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not different(loaded.state_dict(), theirs_in_memory(base, adapter))
-    for folder in ("ours", "theirs"):
-        verify(tmp_path / folder, base=base, adapters=[adapter]).raise_for_errors()
 
 
 def theirs_in_memory(base: Path, adapter: Path) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from lora_tool.core.errors import NotACheckpoint
 from lora_tool.core.tensors import DType
 from lora_tool.execution.engine import execute
 from lora_tool.rules.merged.evidence import Verdict
+from tests.oracle.adapter_cases import FEATURES
 from tests.oracle.peft_merge import (
     load_model,
     merge_with_ours,
@@ -28,7 +29,7 @@ from tests.oracle.peft_merge import (
     save_base,
     saved_tensors,
 )
-from tests.oracle.test_merge_against_peft import CASES, proven
+from tests.oracle.test_merge_against_peft import proven
 from tests.oracle.test_verify_inits import with_equal_singular_values
 from tests.oracle.tiny import Task
 
@@ -40,7 +41,7 @@ PRECISIONS = ("float32", "peft", "float64")
 
 
 def made(folder: Path, feature: str, dtype: torch.dtype) -> tuple[Path, Path]:
-    return CASES[feature].write(folder, dtype)
+    return FEATURES[feature].write(folder, dtype)
 
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

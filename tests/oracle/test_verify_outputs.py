@@ -19,8 +19,8 @@ from lora_tool.verification import answers
 from lora_tool.verification.answers import ask
 from lora_tool.verification.prompts import read_prompts
 from tests.mutations import copy_of, merged_in
+from tests.oracle.adapter_cases import FEATURES
 from tests.oracle.peft_merge import merge_with_ours, save_adapter, save_base
-from tests.oracle.test_merge_against_peft import CASES
 from tests.oracle.tiny import Task
 
 pytestmark = [
@@ -28,13 +28,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied:UserWarning"),
 ]
 STREAMED = (
-    "dora",
     "dora-conv1d",
     "embedding-and-lm-head",
-    "tokens-untied",
     "tokens-tied",
-    "saved-embedding-untied",
-    "bias-all",
+    "saved-ends",
     "bias-all-phi",
 )
 
@@ -46,7 +43,7 @@ def asking(base: Path, adapter: Path, merged: Path) -> answers._Asking:
 
 @pytest.mark.parametrize("feature", STREAMED)
 def test_a_layer_at_a_time_is_what_peft_computes(tmp_path: Path, feature: str) -> None:
-    base, adapter = CASES[feature].write(tmp_path, torch.bfloat16)
+    base, adapter = FEATURES[feature].write(tmp_path, torch.bfloat16)
     merged = merge_with_ours(base, adapter, tmp_path / "merged", "float32")
     with quiet(), torch.inference_mode():
         both = asking(base, adapter, merged)
