@@ -227,7 +227,7 @@ FEATURES: Mapping[str, Case] = {
     "saved-both-of-tied": case("qwen2", tied=True, modules_to_save=ENDS),
     "saved-as-tied": case(tied=True, target_modules=QV, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
     "bias-all": case("qwen2", bias="all"),
-    "bias-lora-only": case("qwen2", bias="lora_only", target_modules=QV),
+    "bias-lora-only": case("qwen2", lora_alpha=8, bias="lora_only", target_modules=QV),
     "bias-all-conv1d": case("gpt2", bias="all", **CONV1D),
     "bias-all-phi": case("phi", bias="all"),
     "lora-bias-on-a-trained-bias": case("opt", tied=False, lora_bias=True, bias="lora_only"),

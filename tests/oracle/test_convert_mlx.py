@@ -29,8 +29,16 @@ SOME_LAYERS = QV | {"layers_to_transform": [1]}
 TOKENS = [5, 17, 3, 42, 8]
 
 
-@pytest.mark.parametrize("lora", [QV, RSLORA, SOME_LAYERS, EMBEDDINGS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("lora", "dtype"),
+    [
+        (QV, torch.bfloat16),
+        (RSLORA, torch.float32),
+        (SOME_LAYERS, torch.float32),
+        (EMBEDDINGS, torch.bfloat16),
+        (EMBEDDINGS, torch.float32),
+    ],
+)
 def test_values_keep_their_bits_there_and_back(
     lora: dict[str, Any], dtype: torch.dtype, call: Caller, tmp_path: Path
 ) -> None:

@@ -36,8 +36,17 @@ def graded(out: int, width: int, power: float, seed: int) -> Matrix:
     return np.asarray((left * np.arange(1.0, rank + 1) ** -power) @ right.T)
 
 
-@pytest.mark.parametrize("power", [0.3, 0.7, 1.5, 4.0])
-@pytest.mark.parametrize(("out", "width", "rank"), [(300, 120, 16), (90, 260, 8), (64, 64, 64), (40, 500, 1)])
+@pytest.mark.parametrize(
+    ("out", "width", "rank", "power"),
+    [
+        (300, 120, 16, 0.3),
+        (300, 120, 16, 1.5),
+        (90, 260, 8, 0.7),
+        (64, 64, 64, 4.0),
+        (40, 500, 1, 0.3),
+        (40, 500, 1, 4.0),
+    ],
+)
 def test_no_product_of_the_rank_is_much_nearer(out: int, width: int, rank: int, power: float, tmp_path: Path) -> None:
     before = torch.tensor(np.random.default_rng(1).standard_normal((out, width)) * 0.02).to(torch.bfloat16)
     after = (before.double() + 0.05 * torch.tensor(graded(out, width, power, 2))).to(torch.bfloat16)
@@ -105,8 +114,7 @@ def test_a_full_reward_model_and_its_causal_base_give_a_reward_adapter(tmp_path:
     assert not verify(out).report.findings
 
 
-@pytest.mark.parametrize("model_type", ["roberta", "distilbert"])
-@pytest.mark.parametrize("everything", [True, False])
+@pytest.mark.parametrize(("model_type", "everything"), [("roberta", True), ("distilbert", False), ("roberta", False)])
 def test_peft_loads_a_head_of_several_layers_whole(model_type: str, everything: bool, tmp_path: Path) -> None:
     """PEFT saves what is called `classifier`, also as the end of `pre_classifier`, and misses what is not in the file."""
     base = save_base(tmp_path / "base", model_type, "seq-cls", torch.float32)

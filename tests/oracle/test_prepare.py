@@ -417,8 +417,7 @@ def logits_of(base: Path, adapter: Path) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora"])
-@pytest.mark.parametrize("server", [Server.VLLM, Server.PEFT, Server.MLX])
+@pytest.mark.parametrize(("init", "server"), [("pissa", Server.VLLM), ("olora", Server.PEFT), ("pissa", Server.MLX)])
 def test_an_init_that_changed_the_base_becomes_plain_lora_of_twice_the_rank(
     init: str, server: Server, tmp_path: Path
 ) -> None:
@@ -445,14 +444,14 @@ TRAINED_ROWS = {"trainable_token_indices": {"embed_tokens": [3, 5]}}
 
 
 @pytest.mark.parametrize(
-    "lora",
+    ("lora", "server"),
     [
-        QV | TRAINED_ROWS,
-        QV | {"modules_to_save": ["embed_tokens", "lm_head"]},
-        {"peft_type": "TRAINABLE_TOKENS"},
+        (QV | TRAINED_ROWS, Server.VLLM),
+        (QV | {"modules_to_save": ["embed_tokens", "lm_head"]}, Server.LLAMA_CPP),
+        (QV | {"modules_to_save": ["embed_tokens", "lm_head"]}, Server.VLLM),
+        ({"peft_type": "TRAINABLE_TOKENS"}, Server.LLAMA_CPP),
     ],
 )
-@pytest.mark.parametrize("server", [Server.VLLM, Server.LLAMA_CPP])
 def test_trained_rows_are_lora_on_the_embedding(lora: dict[str, Any], server: Server, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama", "causal-lm", torch.float32, tie_word_embeddings=False)
     if "peft_type" in lora:

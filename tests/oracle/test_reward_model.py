@@ -16,9 +16,9 @@ from lora_tool.checkpoints import MERGED_MODEL, AdapterDir, open_checkpoint, ope
 from lora_tool.core.tensors import DType
 from tests.oracle.peft_merge import (
     different,
-    layout,
     merge_with_ours,
     merge_with_peft,
+    require_same,
     save_adapter,
     save_base,
     saved_tensors,
@@ -56,18 +56,11 @@ def scores(model: PreTrainedModel) -> torch.Tensor:
     [
         ("qwen2", torch.float32, {"tie_word_embeddings": True}, 1),
         ("qwen2", torch.bfloat16, {"tie_word_embeddings": False}, 1),
-        ("llama", torch.bfloat16, {"tie_word_embeddings": False}, 1),
         ("llama", torch.float16, {"tie_word_embeddings": True}, 1),
         ("gemma2", torch.bfloat16, {}, 1),
-        ("gpt2", torch.float32, {}, 1),
-        ("mistral", torch.bfloat16, {}, 1),
-        ("qwen3", torch.bfloat16, {}, 1),
-        ("phi3", torch.bfloat16, {}, 1),
         ("opt", torch.float32, {}, 1),
         ("roberta", torch.float32, {}, 1),
-        ("llama", torch.bfloat16, {"tie_word_embeddings": True}, 5),
-        ("gpt2", torch.float32, {}, 5),
-        ("roberta", torch.float32, {}, 5),
+        ("gpt2", torch.bfloat16, {}, 5),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -81,8 +74,7 @@ def test_it_is_pefts_reward_model(
     task = "reward" if num_labels == 1 else "seq-cls"
     ours = merge_with_ours(base, adapter, tmp_path / "ours", "peft", task=task, num_labels=num_labels)
 
-    assert layout(saved_tensors(ours)) == layout(saved_tensors(theirs))
-    assert not different(saved_tensors(ours), saved_tensors(theirs))
+    require_same(ours, theirs)
     assert config_of(ours) == config_of(theirs)
     model, other = load_whole(ours), load_whole(theirs)
     assert model.config.num_labels == num_labels
@@ -146,15 +138,12 @@ def test_weights_of_another_type_than_the_config_says_are_named(tmp_path: Path) 
     assert isinstance(opened, AdapterDir)
     (warning,) = plan_merge(open_model(base), opened).warnings
     assert 'says float32, but the weights are BF16 and keep that dtype; `dtype="float32"` merges' in warning
-    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", "seq-cls", 1))
-    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "peft", dtype=DType.F32))
-    assert layout(ours) == layout(theirs)
-    assert not different(ours, theirs)
+    theirs = merge_with_peft(base, adapter, tmp_path / "theirs", "seq-cls", 1)
+    require_same(merge_with_ours(base, adapter, tmp_path / "ours", "peft", dtype=DType.F32), theirs)
     assert not plan_merge(open_model(base), opened, dtype=DType.F32).warnings
 
 
-@pytest.mark.parametrize("precision", ["float32", "peft"])
-@pytest.mark.parametrize("model_type", ["llama", "bert"])
+@pytest.mark.parametrize(("model_type", "precision"), [("llama", "float32"), ("bert", "peft")])
 def test_a_head_takes_the_place_of_one_of_another_size(model_type: str, precision: str, tmp_path: Path) -> None:
     """The base is a classifier of 7 labels with weight and, in BERT, bias; the adapter's has one."""
     base = save_base(tmp_path / "base", model_type, "seq-cls", torch.bfloat16)

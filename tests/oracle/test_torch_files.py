@@ -17,11 +17,9 @@ from lora_tool.workflows.inspection.folders import inspect_checkpoint
 from lora_tool.workflows.inspection.model import AdapterInspection
 from tests.judging import judge
 from tests.oracle.peft_merge import (
-    different,
-    layout,
     load_model,
     merge_with_ours,
-    merge_with_peft,
+    require_pefts,
     save_adapter,
     save_base,
     saved_tensors,
@@ -56,16 +54,15 @@ def as_torch_adapter(adapter: Path) -> Path:
     return adapter
 
 
-@pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize(
-    ("model_type", "task", "tied"),
+    ("model_type", "task", "tied", "shards"),
     [
-        ("llama", "causal-lm", False),
-        ("qwen2", "causal-lm", True),
-        ("gpt2", "causal-lm", True),
-        ("qwen2", "seq-cls", True),
-        ("bert", "seq-cls", True),
-        ("bart", "seq-cls", True),
+        ("llama", "causal-lm", False, 3),
+        ("qwen2", "causal-lm", True, 1),
+        ("gpt2", "causal-lm", True, 3),
+        ("qwen2", "seq-cls", True, 3),
+        ("bert", "seq-cls", True, 1),
+        ("bart", "seq-cls", True, 3),
     ],
 )
 def test_torch_files_give_pefts_bits(model_type: str, task: Task, tied: bool, shards: int, tmp_path: Path) -> None:
@@ -73,10 +70,7 @@ def test_torch_files_give_pefts_bits(model_type: str, task: Task, tied: bool, sh
     base = save_base(tmp_path / "base", model_type, task, torch.bfloat16, tie_word_embeddings=tied)
     adapter = as_torch_adapter(save_adapter(tmp_path / "adapter", base, task, lora))
     as_torch_files(base, task, shards=shards)
-    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", task))
-    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "peft"))
-    assert layout(ours) == layout(theirs)
-    assert different(ours, theirs) == []
+    require_pefts(base, adapter, lambda: load_model(base, task))
     assert {path.suffix for path in (tmp_path / "ours").iterdir()} <= {".safetensors", ".json"}
 
 
@@ -90,10 +84,7 @@ def test_a_safetensors_base_that_holds_both_tied_ends(tmp_path: Path) -> None:
     (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= open_model(base).tensors.keys()
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", LORA)
-    theirs = saved_tensors(merge_with_peft(base, adapter, tmp_path / "theirs", "causal-lm"))
-    ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / "ours", "peft"))
-    assert layout(ours) == layout(theirs)
-    assert different(ours, theirs) == []
+    require_pefts(base, adapter, lambda: load_model(base, "causal-lm"))
 
 
 def test_validate_and_inspect_read_them_too(tmp_path: Path) -> None:
