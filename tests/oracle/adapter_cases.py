@@ -70,7 +70,7 @@ class Case:
         if self.own is not None:
             model: PreTrainedModel = getattr(transformers, self.own)(tiny_config(self.model, "feature-extraction"))
             return model
-        ends = {} if self.tied is None else {"tie_word_embeddings": self.tied}
+        ends: dict[str, Any] = {} if self.tied is None else {"tie_word_embeddings": self.tied}
         return tiny_model(self.model, self.base_task or self.task, **self.config, **ends)
 
     def load(self, base: Path) -> PreTrainedModel:

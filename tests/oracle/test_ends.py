@@ -42,7 +42,7 @@ Q: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 EMBED = Q | {"target_modules": ["embed_tokens", "q_proj"]}
 HEAD = Q | {"target_modules": ["lm_head", "q_proj"]}
 BOTH = Q | {"target_modules": ["embed_tokens", "lm_head"]}
-ENSURE = {"ensure_weight_tying": True}
+ENSURE: dict[str, Any] = {"ensure_weight_tying": True}
 
 
 def says(folder: Path) -> tuple[Any, Any]:
@@ -204,8 +204,9 @@ def ends(model: str = "qwen2", **given: Any) -> Case:
 
 
 _TIED: dict[str, Any] = {"tied": True}
-_TOKENS_OF_BOTH = {"trainable_token_indices": {"embed_tokens": [1, 87], "lm_head": [1, 87]}} | ENSURE
-GROWN, SHRUNK = {"rows": 104}, {"rows": 88}
+_TOKENS_OF_BOTH: dict[str, Any] = {"trainable_token_indices": {"embed_tokens": [1, 87], "lm_head": [1, 87]}} | ENSURE
+GROWN: dict[str, Any] = {"rows": 104}
+SHRUNK: dict[str, Any] = {"rows": 88}
 CASES: dict[str, Case] = {
     # ends that PEFT keeps right
     "tied-and-said": ends(**_TIED, **ENSURE),

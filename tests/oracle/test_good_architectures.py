@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,11 @@ def save_adapter(model_type: str, task: Task, folder: Path, without: list[str] |
     model = tiny_model(model_type, task)
     model.save_pretrained(folder / "base")
     model.name_or_path = model.config._name_or_path = str(folder / "base")
-    lora = {"target_modules": "all-linear", "exclude_modules": without, "task_type": _TASK_TYPES.get(task)}
+    lora: dict[str, Any] = {
+        "target_modules": "all-linear",
+        "exclude_modules": without,
+        "task_type": _TASK_TYPES.get(task),
+    }
     train(model, folder / "adapter", **lora)
 
 

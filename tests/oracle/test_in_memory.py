@@ -195,7 +195,11 @@ def test_a_weight_that_transformers_writes_back_transposed(tmp_path: Path, call:
     config = tiny_config("ernie4_5_vl_moe", "image-text-to-text")
     config.text_config.rope_parameters = {**config.text_config.rope_parameters, "mrope_section": [1, 1, 2]}
     save_model(AUTO["image-text-to-text"].from_config(config), base)
-    choices = {"target_modules": ["q_proj"], "target_parameters": ["text_moe.gate.weight"], "task_type": "CAUSAL_LM"}
+    choices: dict[str, Any] = {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["text_moe.gate.weight"],
+        "task_type": "CAUSAL_LM",
+    }
     train(load_model(base, "image-text-to-text"), adapter, save=False, **choices)
     refused = call("merge", adapter, "--base", base, "-o", ours)
     assert refused.code == 3
