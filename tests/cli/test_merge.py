@@ -230,7 +230,7 @@ def test_what_goes_into_what_is_told_before_the_work_and_the_verdict_after(
 ) -> None:
     adapter, out = copies / "reward-qwen2" / "adapter", copies / "it's"
     with monkeypatch.context() as patched:
-        patched.setattr("lora_tool.execution.engine.unfinished", interrupted)
+        patched.setattr("lora_tool.execution.engine.check_space", interrupted)
         stopped = call("merge", adapter, "-o", out)
     assert stopped.code == 130
     done = call("merge", adapter, "-o", out).out

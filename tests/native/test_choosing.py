@@ -79,7 +79,7 @@ def test_a_library_that_is_not_what_it_should_be_is_not_used(
         (tmp_path / source.name).write_text(source.read_text())
     (tmp_path / file).write_text((tmp_path / file).read_text().replace(right, wrong))
     monkeypatch.setattr(build_kernel, "NATIVE", tmp_path)
-    build_kernel.compile_kernel(tmp_path / "made.so")
+    build_kernel.compile_kernel(tmp_path / "made.so", "-O0")
     assert asked_for("auto", tmp_path / "made.so") is None
     with pytest.raises(ExecutionError, match=why) as refused:
         asked_for("require", tmp_path / "made.so")
@@ -93,7 +93,7 @@ def test_a_library_of_older_sources_is_said_to_be_one(
     for source in build_kernel.NATIVE.glob("*.[ch]"):
         (tmp_path / source.name).write_text(source.read_text())
     monkeypatch.setattr(build_kernel, "NATIVE", tmp_path)
-    build_kernel.compile_kernel(tmp_path / "made.so")
+    build_kernel.compile_kernel(tmp_path / "made.so", "-O0")
     (tmp_path / "scalar.h").write_text((tmp_path / "scalar.h").read_text() + "// newer\n")
     with pytest.raises(ExecutionError, match=r"compiled from other sources .*: compile it again"):
         asked_for("require", tmp_path / "made.so")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,16 @@ from tests.cli.calling import Caller
 from tests.made_once import made_once
 from tests.oracle import trainer_saves
 from tests.oracle.quantised_bases import Made
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_cards() -> Iterator[None]:
+    """PEFT's model cards take a twentieth of an oracle's time, and no test reads them."""
+    from peft import PeftModel
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PeftModel, "create_or_update_model_card", lambda *_: None)
+        yield
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from lora_tool import merge
 from lora_tool.core.errors import UnsupportedCheckpoint
@@ -61,11 +61,6 @@ def test_every_bit_is_where_transformers_has_it(run: Path, tmp_path: Path) -> No
     assert (config["r"], config["lora_alpha"]) == (3, 6)
     told = json.loads((out / "lora_tool.json").read_text())
     assert told["adapter_config"]["lora_alpha"] == str(run / "run_config.yaml")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    base = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, vocab_size=32, head_dim=4))
-    model = PeftModel.from_pretrained(base, out)
-    again = model.load_adapter(out, "again")
-    assert ([*again.missing_keys], [*again.unexpected_keys]) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -74,11 +69,6 @@ def test_every_bit_is_where_transformers_has_it(run: Path, tmp_path: Path) -> No
         (
             "llama_provider.Llama32ModelProvider1B",
             "nemotron.NemotronModelProvider",
-            "does not know transformers' module names",
-        ),
-        (
-            "llama_provider.Llama32ModelProvider1B",
-            "gpt_provider.GPTModelProvider",
             "does not know transformers' module names",
         ),
         ("gated_linear_unit: true", "gated_linear_unit: false", "`model.gated_linear_unit` is false"),
