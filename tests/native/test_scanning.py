@@ -26,6 +26,7 @@ def always_compiled(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have everything scanned by the kernel, in calls for a few elements."""
     monkeypatch.setattr(library, "FILE", compiled)
     monkeypatch.setattr(scanning, "_LITTLE", 0)
+    monkeypatch.setattr(scanning, "_MUCH", 0)
     monkeypatch.setattr(scanning, "_CALL_BYTES", 192)
 
 

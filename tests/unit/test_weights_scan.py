@@ -158,7 +158,8 @@ def test_a_file_that_became_shorter_is_told(tmp_path: Path) -> None:
             look(tensor)
 
 
-def test_many_bytes_are_read_at_once_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("much", [1, 1 << 30], ids=["threads", "one"])
+def test_many_bytes_are_read_at_once_and_told(much: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {f"t{at}": np.full(50, at + 0.5, np.float32) for at in range(20)}
     table = {name: stored(tmp_path / name, array, DType.F32, name=name) for name, array in values.items()}
     told: list[int] = []
@@ -166,15 +167,16 @@ def test_many_bytes_are_read_at_once_and_told(tmp_path: Path, monkeypatch: pytes
     assert small.of(table["t3"], table) == expected(values["t3"])
     assert told == []
     monkeypatch.setattr(scanning, "_LITTLE", 1000)
+    monkeypatch.setattr(scanning, "_MUCH", much)
     large = Scans(progress=told.append)
     assert large.of(table["t3"], table) == expected(values["t3"])
     assert told == [200] * 20
     assert large.found == {name: expected(array) for name, array in values.items()}
 
 
-@pytest.mark.parametrize("little", [1, 1 << 30], ids=["threads", "plain"])
+@pytest.mark.parametrize(("little", "much"), [(1, 1), (1, 1 << 30), (1 << 30, 1)], ids=["threads", "one", "plain"])
 def test_a_file_is_opened_once_however_many_tensors_it_holds(
-    little: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    little: int, much: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = np.arange(1, 101, dtype=np.float32)
     whole = stored(tmp_path / "x", values, DType.F32)
@@ -191,6 +193,7 @@ def test_a_file_is_opened_once_however_many_tensors_it_holds(
 
     monkeypatch.setattr(scanning, "opened_regular", counted)
     monkeypatch.setattr(scanning, "_LITTLE", little)
+    monkeypatch.setattr(scanning, "_MUCH", much)
     scans = Scans()
     assert [scans.of(tensor, table) for tensor in table.values()] == [
         expected(values[at : at + 1]) for at in range(100)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
@@ -109,6 +109,8 @@ CHUNK_BYTES = 1 << 20
 
 _LITTLE = 4 << 20
 """Below this size, neither the kernel nor threads are worth loading."""
+_MUCH = 64 << 20
+"""From here on several cores scan."""
 _TASK_BYTES = 8 << 20
 """Given to a thread at once."""
 _CALL_BYTES = 8 << 20
@@ -137,10 +139,9 @@ class Scans(Struct):
         return self.found[tensor.name]
 
     def _all(self, tensors: TensorTable, opened: Opener) -> dict[str, WeightScan]:
-        if sum(tensor.nbytes for tensor in tensors.values()) < _LITTLE:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        if total < _LITTLE:
             return {name: scan(tensor, opened) for name, tensor in tensors.items()}
-        from concurrent.futures import ThreadPoolExecutor  # only large tensors need both
-
         kernel, stopped = _kernel(), threading.Event()
 
         def scan_some(some: Sequence[StoredTensor]) -> list[WeightScan]:
@@ -148,19 +149,28 @@ class Scans(Struct):
                 return [scan(each, opened) for each in some]
             return [scan_compiled(kernel, each, opened, stopped) or scan(each, opened) for each in some]
 
-        found = {}
         together = tuple(batches_of_bytes(tensors.values(), _TASK_BYTES))
+        if kernel is not None and total < _MUCH:
+            return self._counted(together, map(scan_some, together))
+        from concurrent.futures import ThreadPoolExecutor  # takes as long to import as 50 MB to scan
+
         with ThreadPoolExecutor(min(_MOST_WORKERS, available_cores())) as pool:
             try:
-                for some, scans in zip(together, pool.map(scan_some, together), strict=True):
-                    for tensor, one in zip(some, scans, strict=True):
-                        found[tensor.name] = one
-                        if self.progress is not None:
-                            self.progress(tensor.nbytes)
+                return self._counted(together, pool.map(scan_some, together))
             except BaseException:
                 stopped.set()  # a tensor may take hours, and leaving the pool waits for it
                 pool.shutdown(cancel_futures=True)
                 raise
+
+    def _counted(
+        self, together: Iterable[Sequence[StoredTensor]], scans: Iterable[list[WeightScan]]
+    ) -> dict[str, WeightScan]:
+        found = {}
+        for some, ones in zip(together, scans, strict=True):
+            for tensor, one in zip(some, ones, strict=True):
+                found[tensor.name] = one
+                if self.progress is not None:
+                    self.progress(tensor.nbytes)
         return found
 
 
