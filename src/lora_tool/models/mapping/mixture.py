@@ -86,10 +86,8 @@ def mixture_mapping(config: ModelConfig, disk: Mapping[str, ShapeOnDisk], dtype:
     tied = _tied(config)
     for row in mixtures_of(config.model_type or ""):
         memory = row.shapes(config) if config.architectures == (row.causal_lm,) else None
-        if memory is None or tied is None:
+        if memory is None or tied is None or _count_of_experts(memory) > len(disk):
             continue
-        if sum(shape[0] for name, shape in memory.items() if _is_stack(name)) > len(disk):
-            continue  # a config may claim any number of experts
         parts = {name: _parts_of(name, shape) for name, shape in memory.items()}
         of_class = {name: shape for rows in parts.values() for name, shape in rows.items()}
         beyond = in_natural_order(disk.keys() - of_class.keys())
@@ -107,6 +105,11 @@ def mixture_mapping(config: ModelConfig, disk: Mapping[str, ShapeOnDisk], dtype:
                 unexpected=tuple(beyond),
             )
     return None
+
+
+def _count_of_experts(memory: Mapping[str, ShapeOnDisk]) -> int:
+    """Return the number of experts in all layers, which a config may claim to be any."""
+    return sum(shape[0] for name, shape in memory.items() if _is_stack(name))
 
 
 def _is_stack(name: str) -> bool:

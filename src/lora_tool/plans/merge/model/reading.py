@@ -22,7 +22,7 @@ from lora_tool.core import keys
 from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter, require_packages
 from lora_tool.core.keys import Part
 from lora_tool.core.progress import decided
-from lora_tool.core.tensors import DType, TensorAction
+from lora_tool.core.tensors import DType, StoredTensor, TensorAction
 from lora_tool.models import Architecture, architecture_of, is_computed
 from lora_tool.models.ends import embeddings, output_name, stored_twice
 from lora_tool.plans.base.known_names import KNOWN_NAMES
@@ -189,7 +189,7 @@ def names_digest(class_name: str, config: Mapping[str, Any], names: Iterable[str
             lines.add(name)
         else:
             stacks[name[: layer.start()]][int(layer[1])].add(name[layer.end() :])
-    lengths = set(filter(_is_int, config.values()))
+    lengths = {value for value in config.values() if type(value) is int}
     for stack, layers in stacks.items():
         if sorted(layers) != list(range(len(layers))) or len(layers) not in lengths:
             return None
@@ -198,43 +198,56 @@ def names_digest(class_name: str, config: Mapping[str, Any], names: Iterable[str
 
 
 def looks_plain(base: ModelDir, arch: Architecture, *, classifier: bool) -> bool:
-    """Return whether the base has only weights and biases, the same in every layer, as many as the config says; and outside of
-    the layers only under the roots of the layers, of the output layer, or, in a classifier's base, of its head.
+    """Return whether the base has only weights and biases, under the model's own roots, the same in every layer.
 
     It may still hold a tensor that no model has; a plain name in a plain place is taken for the model's.
     """
+    tensors = [tensor for tensor in base.tensors.values() if not is_computed(tensor.name)]
     name = arch.sequence_classification if classifier else arch.causal_lm
-    is_named = name in base.whole_config.architectures
-    stacks: dict[str, dict[int, set[str]]] = defaultdict(dict)
-    outside: list[str] = []
-    roots = {name.partition(".")[0] for name in arch.causal_only}
-    for tensor in base.tensors.values():
-        leaf = tensor.name.rpartition(".")[2]
-        if is_computed(tensor.name):
-            continue
-        if not tensor.dtype.is_float or not (leaf == "weight" or (leaf == "bias" and len(tensor.shape) == 1)):
-            return False
+    if name not in base.whole_config.architectures and any(map(_is_of_pooler, tensors)):
+        return False  # another class may be without it
+    return (
+        all(map(_is_parameter, tensors))
+        and _same_layers(base, tensors)
+        and _same_roots(arch, tensors, classifier=classifier)
+    )
+
+
+def _is_of_pooler(tensor: StoredTensor) -> bool:
+    return ".pooler." in tensor.name and keys.split_layer(tensor.name)[0] is None
+
+
+def _is_parameter(tensor: StoredTensor) -> bool:
+    leaf = tensor.name.rpartition(".")[2]
+    return tensor.dtype.is_float and (leaf == "weight" or (leaf == "bias" and len(tensor.shape) == 1))
+
+
+def _same_layers(base: ModelDir, tensors: list[StoredTensor]) -> bool:
+    """Return whether layers are numbered from 0, as many as the config says, each with the same tensors."""
+    stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for tensor in tensors:
         number, _ = keys.split_layer(tensor.name)
         if number is not None:
             stack, _, rest = tensor.name.partition(f".{number}.")
-            stacks[stack].setdefault(number, set()).add(rest)
-            roots.add(tensor.name.partition(".")[0])
-        elif ".pooler." in tensor.name and not is_named:
-            return False  # another class may be without it
-        else:
-            outside.append(tensor.name)
-    counts = set(filter(_is_int, base.whole_config.raw.values()))
-    for layers in stacks.values():
-        first, *others = layers.values()
-        whole = sorted(layers) == list(range(len(layers))) and len(layers) in counts
-        if not whole or any(layer != first for layer in others):
-            return False
+            stacks[stack][number].add(rest)
+    counts = {value for value in base.whole_config.raw.values() if type(value) is int}
+    return all(
+        sorted(layers) == list(range(len(layers)))
+        and len(layers) in counts
+        and len(set(map(frozenset, layers.values()))) == 1
+        for layers in stacks.values()
+    )
+
+
+def _same_roots(arch: Architecture, tensors: list[StoredTensor], *, classifier: bool) -> bool:
+    """Return whether a tensor is the trunk's, of the output layer, or, in a classifier's base, of its head."""
+    trunk = {tensor.name.partition(".")[0] for tensor in tensors if keys.split_layer(tensor.name)[0] is not None}
+    allowed = trunk | {name.partition(".")[0] for name in arch.causal_only}
     heads = f"{arch.head}." if classifier and arch.head else None
-    return all(name.partition(".")[0] in roots or (heads is not None and name.startswith(heads)) for name in outside)
-
-
-def _is_int(value: object) -> bool:
-    return type(value) is int
+    return all(
+        tensor.name.partition(".")[0] in allowed or (heads is not None and tensor.name.startswith(heads))
+        for tensor in tensors
+    )
 
 
 def as_stored(base: ModelDir, adapters: Sequence[AdapterDir], arch: Architecture, task: Task) -> Model:
