@@ -188,7 +188,7 @@ def codes_of(encoding: Requantisable) -> Decode:
 
 
 def readings_without_scales(encoding: Encoding) -> Iterator[tuple[str, Decode]]:
-    """Yield what reads a weight without its scales, and without its zero points, too, and what is left out in words."""
+    """Yield the ways to misread a quantised weight, each with its description: without scales, then without zero points too."""
     match encoding:
         case OffsetIntegers():
             yield _SCALES, codes_of(encoding)

@@ -34,9 +34,6 @@ class ModuleSideFiles(Struct, frozen=True, kw_only=True):
     warnings: list[str] = field(default_factory=list)
 
 
-_NONE = ModuleSideFiles()
-
-
 def module_files(owners: Sequence[tuple[Folder, str]], task: Task) -> ModuleSideFiles:
     """Return the files of sentence-transformers that go with a model for `task`, from the first of `owners` that has each.
 
@@ -44,9 +41,9 @@ def module_files(owners: Sequence[tuple[Folder, str]], task: Task) -> ModuleSide
     where the folder is a CrossEncoder's. Raises `CorruptFile` for one that is not a regular file inside its folder.
     """
     owners = [(folder, whose) for folder, whose in owners if root_files(folder.files)]
-    if not owners or not _goes_with(task, owners):
-        return _NONE
     found = ModuleSideFiles()
+    if not owners or not _goes_with(task, owners):
+        return found
     home = next((owner for owner in owners if MODULES in owner[0].files), None)
     modules: Modules | None = None
     if home is not None:

@@ -252,7 +252,5 @@ def _meant_by(wanted: str) -> str | None:
 
 def chosen(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[Rule, ...]:
     """Return the rules to run, by code: those selected (all without a selection) less those ignored."""
-    selected = set((select and expand(select)) or RULES)
-    if ignore:
-        selected -= expand(ignore)
-    return tuple(map(RULES.__getitem__, sorted(selected)))
+    selected = expand(select) or frozenset(RULES)
+    return tuple(RULES[code] for code in sorted(selected - expand(ignore)))

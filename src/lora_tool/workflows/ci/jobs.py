@@ -191,7 +191,7 @@ def _beside(output: Path) -> Path:
 def key_of(options: object, folders: Iterable[Path], *, own: Iterable[Path] = ()) -> str:
     """Return the key of a stage that reads `folders` and is given `options`, anything that prints alike when equal.
 
-    What lies at or under `own` was written by the pipeline and is no input, wherever it lies.
+    Files at or under `own` were written by the pipeline, so they are not inputs.
     """
     left_out = tuple(own)
     stamps = {os.path.realpath(folder): stamps_of(folder, left_out) for folder in folders}
