@@ -60,7 +60,7 @@ def weights_in(folder: Folder) -> Weights:
         message = f"is missing, but {len(shards)} shards are there: without the index nothing says which of them belong together"
         return without_weights(folder, index, message)
     weights = _READERS[found](folder.root / found)
-    if not shards or any(problem.fatal for problem in weights.problems):
+    if not shards or weights.is_broken:
         return weights
     read = {file.path.name for file in weights.files}
     stray = tuple(

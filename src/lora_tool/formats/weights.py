@@ -38,6 +38,11 @@ class Weights(Struct, frozen=True, kw_only=True):
         return tuple(map(attrgetter("stamp"), self.files))
 
     @property
+    def is_broken(self) -> bool:
+        """Whether a file has a fault after which its tensors cannot be believed."""
+        return any(problem.fatal for problem in self.problems)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors, headers not counted."""
         return sum(tensor.nbytes for tensor in self.tensors.values())

@@ -249,7 +249,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
             only_deep = f"weights of {size(subject.nbytes)} are read only with --deep" if too_large else None
             return subject.why_no_values or only_deep
         if isinstance(checkpoint, AdapterDir | ModelDir):
-            if Need.WEIGHTS in rule.needs and any(problem.fatal for problem in checkpoint.weights.problems):
+            if Need.WEIGHTS in rule.needs and checkpoint.weights.is_broken:
                 return "the weights cannot be read; that is reported above"
             reason = _why_no_config(checkpoint, rule.needs)
             if reason is None and rule.needs & {Need.BASE, Need.NAMES} and isinstance(subject, AdapterSubject):

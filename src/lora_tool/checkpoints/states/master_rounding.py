@@ -115,7 +115,7 @@ def _gathered_copies(root: Path, tag: ZeroTag, masters: TensorTable) -> tuple[di
         exported = open_checkpoint(root)
     except (CheckpointError, UnsupportedCheckpoint):
         return {}, False
-    if not isinstance(exported, AdapterDir | ModelDir) or any(problem.fatal for problem in exported.weights.problems):
+    if not isinstance(exported, AdapterDir | ModelDir) or exported.weights.is_broken:
         return {}, False
     held = {keys.parse(name).canonical: tensor for name, tensor in exported.tensors.items()}
     found = {name: held.get(keys.parse(name).canonical) for name in masters}
