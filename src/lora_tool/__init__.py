@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lora_tool.core.errors import UnsupportedAdapter as UnsupportedAdapter
     from lora_tool.core.errors import UnsupportedCheckpoint as UnsupportedCheckpoint
     from lora_tool.core.errors import VerificationFailed as VerificationFailed
+    from lora_tool.core.errors import WrongCall as WrongCall
     from lora_tool.core.errors import WrongValue as WrongValue
     from lora_tool.core.progress import Progress as Progress
     from lora_tool.core.progress import StageWatch as StageWatch
@@ -113,7 +114,7 @@ _HOMES = {
         HubConflict HubError HubRefused HubUnreachable IncompatibleBase IncompleteCheckpoint
         LoraToolError MissingDependency NotACheckpoint OnlyInMemory OutOfSpace OutputExists PlanError
         SourceChanged UnknownRule UnsupportedAdapter UnsupportedCheckpoint VerificationFailed
-        WrongValue""",
+        WrongCall WrongValue""",
     "core.progress": "Progress StageWatch",
     "core.report.findings": "Finding Severity",
     "core.report.model": "Report",

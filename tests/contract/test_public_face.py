@@ -122,6 +122,46 @@ def test_a_wrong_value_is_named_with_the_choices(
     assert choice in f"{raised.value} {raised.value.hint}"
 
 
+CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+    (lora_tool.merge, ("a",), {"dtpe": "float32"}, "merge() has no argument `dtpe` Did you mean 'dtype'?"),
+    (lora_tool.merge, ("a", "out"), {}, "merge() takes 1 argument without a name, found 2"),
+    (lora_tool.merge, ("a", "out"), {}, "name the others: merge(adapters, out=…, base=…"),
+    (lora_tool.merge, ("a",), {"adapters": "b"}, "merge() got `adapters` twice"),
+    (lora_tool.combine, (["a"],), {}, "combine() needs `out`"),
+    (lora_tool.convert, (), {"too": "mlx"}, "convert() has no argument `too` Did you mean 'to'?"),
+]
+
+
+@pytest.mark.parametrize(("function", "inputs", "keywords", "said"), CALLS, ids=range(len(CALLS)))
+def test_a_wrong_call_is_named_with_the_function_and_the_argument(
+    function: Any, inputs: tuple[Any, ...], keywords: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(lora_tool.WrongCall) as raised:
+        function(*inputs, **keywords)
+    assert isinstance(raised.value, TypeError)
+    assert said in f"{raised.value} {raised.value.hint}"
+
+
+def test_an_argument_without_a_name_may_have_its_name() -> None:
+    assert lora_tool.validate(checkpoint=ADAPTER, base=BASE) == lora_tool.validate(ADAPTER, base=BASE)
+
+
+def test_a_traceback_shows_the_hint_of_today() -> None:
+    error = lora_tool.LoraToolError("what is wrong", hint="an early one")
+    error.hint = "what to do"
+    assert error.__notes__ == ["hint: what to do"]
+    error.hint = None
+    assert error.__notes__ == []
+
+
+def test_a_run_is_judged_as_the_command_judges_it(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(FIXTURES / "reward-run", run)
+    shutil.copytree(ADAPTER, run, dirs_exist_ok=True)
+    (table,) = lora_tool.validate(run).runs
+    assert [row.name for row in table.checkpoints] == ["checkpoint-2", "checkpoint-4", "(finished)"]
+
+
 def test_paths_strings_and_opened_checkpoints_are_the_same() -> None:
     opened = lora_tool.open_checkpoint(BASE), lora_tool.open_checkpoint(ADAPTER)
     plans = [

@@ -79,7 +79,6 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], *, reward: bool, quie
         ignore=rules.ignore,
         deep=True if reporting.strict and typed["deep"] is None else typed["deep"],
         servers=typed["servers"] or configured.servers,
-        checkpoints=True,
     )
     validated = validate_each(paths, options, Caller(progress=partial(progress_bar, quiet=quiet)))
     folders = validated.folders

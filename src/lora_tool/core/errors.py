@@ -24,6 +24,7 @@
     │   └── HubUnreachable         network, overload or rate limit: a retry may succeed
     ├── WrongValue                 an argument has a value that is not allowed
     │   └── UnknownRule            no rule has the code that was given
+    ├── WrongCall                  a function has no such argument, or lacks one
     ├── BrokenPlugin               an entry point of another distribution does not load
     └── MissingDependency          an extra is not installed
 
@@ -83,12 +84,29 @@ class Problem(Struct, frozen=True, kw_only=True):
         return f"{where}: {self.message}"
 
 
+_NOTE = "hint: "
+
+
 class LoraToolError(Exception):
-    """The root of all errors raised deliberately. `hint` says what the user can do."""
+    """The root of all errors raised deliberately. `hint` says what the user can do; a traceback shows it as a note."""
+
+    __notes__: list[str]
+    """What `BaseException.add_note` fills since Python 3.11, which prints it; 3.10 does not."""
+    _hint: str | None
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
+        self.__notes__ = []
         self.hint = hint
+
+    @property
+    def hint(self) -> str | None:
+        return self._hint
+
+    @hint.setter
+    def hint(self, hint: str | None) -> None:
+        others = [note for note in self.__notes__ if not note.startswith(_NOTE)]
+        self._hint, self.__notes__ = hint, [*others, *([] if hint is None else [_NOTE + hint])]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what pickle needs: constructors take other arguments than the message that they make."""
@@ -219,6 +237,10 @@ class WrongValue(LoraToolError, ValueError):
 
 class UnknownRule(WrongValue):
     """A rule code, or the beginning of codes, that matches no rule; the message names the closest."""
+
+
+class WrongCall(LoraToolError, TypeError):
+    """A function has no such argument, or lacks one; the message names the function and the closest argument."""
 
 
 _NEED_PYTHON_3_11 = ("merge", "train", "all")

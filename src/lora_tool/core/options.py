@@ -8,13 +8,15 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, get_type_hints, overload
 
 from msgspec import Struct
 
-from lora_tool.core.errors import WrongValue
+from lora_tool.core.choices import suggestion
+from lora_tool.core.display import counted
+from lora_tool.core.errors import WrongCall, WrongValue
 
 Keywords = ParamSpec("Keywords")
 _Chosen = TypeVar("_Chosen", bound="Options")
@@ -125,6 +127,29 @@ def inferred(options: type[Options], *seen: object) -> dict[str, Any]:
     return {name: how.inferred(*seen) for name, (how, _) in declared(options).items() if how.inferred is not None}
 
 
+def _wrong_call(
+    name: str, signature: inspect.Signature, inputs: Sequence[object], keywords: Collection[str]
+) -> WrongCall:
+    """Return the error for a call that does not fit the signature of the function called `name`."""
+    known = signature.parameters
+    leading = [each.name for each in known.values() if each.kind is not each.KEYWORD_ONLY]
+    unknown = next((each for each in keywords if each not in known), None)
+    if unknown is not None:
+        return WrongCall(f"{name}() has no argument `{unknown}`", hint=suggestion(unknown, known))
+    if len(inputs) > len(leading):
+        others = [f"{each}=…" for each in known if each not in leading][:3]
+        return WrongCall(
+            f"{name}() takes {counted(len(leading), 'argument')} without a name, found {len(inputs)}",
+            hint=f"name the others: {name}({', '.join([*leading, *others])}, …)",
+        )
+    twice = next((each for each in leading[: len(inputs)] if each in keywords), None)
+    if twice is not None:
+        return WrongCall(f"{name}() got `{twice}` twice, with its name and without")
+    given = {*leading[: len(inputs)], *keywords}
+    lacking = [each.name for each in known.values() if each.default is each.empty and each.name not in given]
+    return WrongCall(f"{name}() needs {', '.join(f'`{each}`' for each in lacking)}")
+
+
 class called_with(Generic[Keywords, _Chosen]):  # noqa: N801 - a decorator
     """Give a function that takes options those options as keywords instead, with their types and sentences.
 
@@ -150,20 +175,25 @@ class called_with(Generic[Keywords, _Chosen]):  # noqa: N801 - a decorator
         position = next(at for at, kind in enumerate(kinds) if isinstance(kind, type) and issubclass(kind, Options))
         leading, kind = list(own.parameters.values())[:position], kinds[position]
 
-        @functools.wraps(function)
-        def call(*inputs: Any, **keywords: Any) -> _Result:
-            given = inspect.Signature(leading).bind(*inputs)
-            given.apply_defaults()
-            return function(*given.args, self.options(**keywords))  # type: ignore[call-arg] # keywords are `Keywords`
-
         types = get_type_hints(kind)
-        parameters = [each.replace(kind=each.POSITIONAL_ONLY) for each in leading]
+        parameters = list(leading)
         for name, (_, default) in declared(kind).items():
             given = inspect.Parameter.empty if default is MISSING else default
             parameters.append(
                 inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=given, annotation=types[name])
             )
-        vars(call)["__signature__"] = inspect.Signature(parameters, return_annotation=own.return_annotation)
+        signature = inspect.Signature(parameters, return_annotation=own.return_annotation)
+
+        @functools.wraps(function)
+        def call(*inputs: Any, **keywords: Any) -> _Result:
+            try:
+                named = signature.bind(*inputs, **keywords).arguments
+            except TypeError:
+                raise _wrong_call(function.__name__, signature, inputs, keywords) from None
+            given = [named.pop(each.name) for each in leading]
+            return function(*given, self.options(**named))  # type: ignore[call-arg] # `named` are `Keywords`
+
+        vars(call)["__signature__"] = signature
         del vars(call)["__wrapped__"]  # whose source has other parameters than a reader of the signature expects
         lines = [f"`{name}`: {how.help}".replace("*", r"\*") for name, (how, _) in declared(kind).items()]
         call.__doc__ = "\n\n    ".join([(function.__doc__ or "").rstrip(), *lines])

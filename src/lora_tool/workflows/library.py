@@ -10,7 +10,6 @@ from typing import Any, TypeVar, overload
 from lora_tool.core.options import Options, called_with
 from lora_tool.core.progress import unwatched
 from lora_tool.plans.merge.options import MergeArguments
-from lora_tool.verification.validating import ValidateOptions
 from lora_tool.workflows import combine as combining
 from lora_tool.workflows import consolidate as consolidating
 from lora_tool.workflows import convert as converting
@@ -80,5 +79,5 @@ prepare = called_with(preparing.PrepareOptions)(_writing(preparing.prepare))
 convert = called_with(converting.ConvertOptions)(_writing(converting.convert))
 consolidate = called_with(consolidating.ConsolidateOptions)(_writing(consolidating.consolidate))
 verify = called_with(verifying.VerifyOptions)(_quiet(verifying.verify))
-validate = called_with(ValidateOptions)(_quiet(validating.validate))
+validate = called_with(validating.ValidateFolderOptions)(_quiet(validating.validate))
 inspect = called_with(inspecting.InspectOptions)(inspecting.inspect)

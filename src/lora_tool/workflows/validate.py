@@ -27,7 +27,16 @@ _LONG = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidateEachOptions(ValidateOptions):
+class ValidateFolderOptions(ValidateOptions):
+    """How a folder is judged with all that is in it."""
+
+    checkpoints: bool = option(
+        default=True, text="Judge the checkpoints beside finished weights, too.", parse=flag, library_only=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateEachOptions(ValidateFolderOptions):
     """How several folders are judged, and whether they are fixed. Raises `WrongValue` for applying what is not shown."""
 
     fix: bool = option(
@@ -60,13 +69,13 @@ class Validated(Struct, frozen=True, kw_only=True):
     fixes: Fixes | None = None
 
 
-def validate(checkpoint: Reference, options: ValidateOptions, caller: Caller = LIBRARY) -> Report:
+def validate(checkpoint: Reference, options: ValidateFolderOptions, caller: Caller = LIBRARY) -> Report:
     """Return all findings of the rules on `checkpoint`; nothing is changed, and no code is run.
 
     Every checkpoint may be a path, a Hub id or an opened checkpoint; a base is never downloaded. A base enables the
     rules that compare with it. A model is compared with what base and `adapters` give; an adapter is judged for a merge
-    together with them. Rules that could not run are in `skipped`. The checkpoints of a run folder are judged one by one
-    and put into one table of `runs`. Raises `CheckpointError` for what cannot be opened, `UnknownRule` for a `select` or
+    together with them. Rules that could not run are in `skipped`. The checkpoints of a run are judged one by one and put
+    into one table of `runs`. Raises `CheckpointError` for what cannot be opened, `UnknownRule` for a `select` or
     `ignore` that means no rule, `WrongValue` for another argument.
     """
     found = opened(checkpoint)
@@ -111,7 +120,7 @@ def validate_each(paths: Sequence[str], options: ValidateEachOptions, caller: Ca
     return Validated(folders=folders, fixes=fixes)
 
 
-def _validated(path: str, options: ValidateOptions, caller: Caller) -> ValidatedOne:
+def _validated(path: str, options: ValidateFolderOptions, caller: Caller) -> ValidatedOne:
     try:
         return ValidatedOne(path=path, report=validate(path, options, caller))
     except LoraToolError as refused:
