@@ -86,14 +86,13 @@ if TYPE_CHECKING:
     from lora_tool.plans.merge.storages import Storage as Storage
     from lora_tool.rules.engine.subjects import Server as Server
     from lora_tool.rules.training.value_check import ValueCheck as ValueCheck
+    from lora_tool.verification.text import Verification as Verification
     from lora_tool.verification.validating import Criteria as Criteria
     from lora_tool.verification.verified import Level as Level
-    from lora_tool.verification.verified import Verification as Verification
     from lora_tool.workflows.diff import diff as diff
     from lora_tool.workflows.inspection.comparison import Comparison as Comparison
     from lora_tool.workflows.inspection.model import Inspection as Inspection
     from lora_tool.workflows.inventory import Inventory as Inventory
-    from lora_tool.workflows.inventory import ls as ls
     from lora_tool.workflows.library import combine as combine
     from lora_tool.workflows.library import consolidate as consolidate
     from lora_tool.workflows.library import convert as convert
@@ -105,6 +104,8 @@ if TYPE_CHECKING:
     from lora_tool.workflows.library import resize as resize
     from lora_tool.workflows.library import validate as validate
     from lora_tool.workflows.library import verify as verify
+    from lora_tool.workflows.ls import Listing as Listing
+    from lora_tool.workflows.ls import ls as ls
     from lora_tool.workflows.merge_each import MergedOne as MergedOne
     from lora_tool.workflows.written import Written as Written
 
@@ -143,13 +144,15 @@ _HOMES = {
     "plans.merge.storages": "Storage",
     "rules.engine.subjects": "Server",
     "rules.training.value_check": "ValueCheck",
+    "verification.text": "Verification",
     "verification.validating": "Criteria",
-    "verification.verified": "Level Verification",
+    "verification.verified": "Level",
     "workflows.diff": "diff",
     "workflows.inspection.comparison": "Comparison",
     "workflows.inspection.model": "Inspection",
-    "workflows.inventory": "Inventory ls",
+    "workflows.inventory": "Inventory",
     "workflows.library": "combine consolidate convert extract inspect merge merge_each prepare resize validate verify",
+    "workflows.ls": "Listing ls",
     "workflows.merge_each": "MergedOne",
     "workflows.written": "Written",
 }

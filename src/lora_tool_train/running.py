@@ -20,7 +20,6 @@ from lora_tool.cli.terminal import show_error
 from lora_tool.core.display import counted, printable
 from lora_tool.core.errors import LoraToolError
 from lora_tool.core.report import Finding, Report, Severity
-from lora_tool.core.report.json import report_json
 from lora_tool_train.config import RunConfig
 from lora_tool_train.job import TrainingJob, TrainingOutcome, TrainingStatus
 from lora_tool_train.launch import run_guarded
@@ -87,7 +86,7 @@ class Ended(Struct, frozen=True, kw_only=True):
         if as_json:
             ending = {"error": str(error), "hint": error.hint} if error else {"error": None, "hint": None}
             table = {
-                **report_json(Report(findings=self.findings)),
+                **Report(findings=self.findings).to_json(),
                 "status": self.status,
                 "results": [str(item.path) for item in self.saved],
                 "facts": self.facts,

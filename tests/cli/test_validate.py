@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool.core.report.json import report_json
 from lora_tool.verification.validating import validate
 from tests.cli.calling import FIXTURES, Caller, assert_golden
 
@@ -93,7 +92,7 @@ def test_a_base_that_is_not_here_is_told_and_does_not_fail(call: Caller, adapter
 def test_the_library_looks_for_the_base_as_the_command_does(call: Caller, adapter: Path, base: str) -> None:
     if base == "nowhere":
         shutil.rmtree(adapter.parent / "base")
-    found = report_json(validate(adapter))
+    found = validate(adapter).to_json()
     assert found == call("validate", adapter, "--json").json
     assert bool(found["skipped"]) is (base == "nowhere")
 

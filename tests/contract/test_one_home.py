@@ -42,13 +42,8 @@ PRINTING = {
     "server_named",
     "kernel",  # `env`
     "loaded",
-    "verification_json",
     "verification_lines",
     "summary_json",
-    "plan_json",
-    "plan_text",
-    "pushed_json",
-    "pushed_text",
 }
 MOST_PARAMETERS = 12
 

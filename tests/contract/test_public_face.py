@@ -68,6 +68,16 @@ def test_a_repr_holds_no_content() -> None:
     assert "data" not in repr(SmallMatrix.of([[1.0] * 1000]))
 
 
+def test_what_a_function_returns_has_a_text_an_html_form_and_json() -> None:
+    data = {"Finding", "AdapterDir", "ModelDir", "RunDir", "ShardedDir"}
+    for name in FUNCTIONS:
+        returned = inspect.signature(getattr(lora_tool, name), eval_str=True).return_annotation
+        for kind in {found for found in classes(returned) if found.__name__ not in data}:
+            forms = [getattr(kind, form, None) for form in ("to_json", "_repr_html_")]
+            assert all(forms), f"{name}: {kind.__name__}"
+            assert any("__str__" in vars(each) for each in kind.__mro__[:-1]), f"{name}: {kind.__name__} has no text"
+
+
 RECORDS = [name for name in lora_tool.__all__ if isinstance(getattr(lora_tool, name), StructMeta)]
 
 
@@ -143,7 +153,8 @@ def test_a_wrong_call_is_named_with_the_function_and_the_argument(
 
 
 def test_an_argument_without_a_name_may_have_its_name() -> None:
-    assert lora_tool.validate(checkpoint=ADAPTER, base=BASE) == lora_tool.validate(ADAPTER, base=BASE)
+    judge: Any = lora_tool.validate
+    assert judge(checkpoint=ADAPTER, base=BASE) == judge(ADAPTER, base=BASE)
 
 
 def test_a_traceback_shows_the_hint_of_today() -> None:
@@ -186,9 +197,16 @@ def test_what_a_notebook_shows_is_short_escaped_and_the_commands_text(tmp_path: 
     assert sum(1 for _ in many.steps) >= 300
     report, inspection = lora_tool.validate(hostile, base=BASE), lora_tool.inspect(hostile)
     base = lora_tool.open_checkpoint(BASE)
-    for shown in (many, report, inspection, base, lora_tool.open_checkpoint(hostile)):
+    written = lora_tool.merge(hostile, base=BASE, out=tmp_path / "merged")
+    lists = (
+        lora_tool.diff(hostile, FIXTURES / "reward-run" / "checkpoint-2"),
+        lora_tool.ls(tmp_path),
+        written,
+        lora_tool.verify(written.path, base=BASE, adapters=[hostile]),
+    )
+    for shown in (many, report, inspection, base, lora_tool.open_checkpoint(hostile), *lists):
         assert len(repr(shown)) < 2_000, type(shown)
-    for shown in (many, report, inspection):
+    for shown in (many, report, inspection, *lists):
         page = shown._repr_html_()
         assert "<script>" not in page
         assert len(page) < 25_000

@@ -6,7 +6,6 @@ import pytest
 
 from lora_tool.core.errors import FindingsFound
 from lora_tool.core.report.findings import Finding, Severity
-from lora_tool.core.report.json import report_json
 from lora_tool.core.report.model import Checked, Report, Skipped, joined
 from lora_tool.core.report.text import spans
 
@@ -116,13 +115,13 @@ def test_names_from_files_act_on_nothing(evil: str) -> None:
         findings=(finding(path=evil, subject=evil, message=evil, hint=evil),),
         skipped=(Skipped(code="LT501", path=evil, reason=evil),),
     )
-    for shown in (judged.text(), json.dumps(report_json(judged), ensure_ascii=False)):
+    for shown in (judged.text(), json.dumps(judged.to_json(), ensure_ascii=False)):
         assert not set(shown) & set("\x1b\r\u202e")
     assert "\nlines" not in judged.text()
 
 
 def test_json_is_complete_and_stable() -> None:
-    table = report_json(report(finding(), skipped=(Skipped(code="LT501", path="a", reason="why"),)))
+    table = report(finding(), skipped=(Skipped(code="LT501", path="a", reason="why"),)).to_json()
     assert table.pop("tool_version")
     assert table == {
         "schema_version": 1,

@@ -16,7 +16,7 @@ from lora_tool.core.report import sarif
 from lora_tool.core.report.findings import Finding, Run, RunCheckpoint, Severity
 from lora_tool.core.report.forms import Form, rendered
 from lora_tool.core.report.github import CAP
-from lora_tool.core.report.json import report_json, schema
+from lora_tool.core.report.json import schema
 from lora_tool.core.report.markdown import MOST_CHARACTERS
 from lora_tool.core.report.model import Checked, Ignored, Report, Skipped, Unread, by_subject, joined
 from lora_tool.rules.engine.registry import RULES
@@ -113,8 +113,8 @@ def test_json_keeps_its_schema(judged: Report) -> None:
 
 
 def test_schema_notices_what_is_missing() -> None:
-    for name in report_json(full()):
-        table = report_json(full())
+    for name in full().to_json():
+        table = full().to_json()
         del table[name]
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(table, schema())

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import click
-from msgspec.structs import asdict
 
 from lora_tool.cli.exit_codes import DONE, FINDINGS
 from lora_tool.cli.options import FolderOrId, json_option, plot_option, quiet_option, say_drawn
@@ -39,7 +38,7 @@ def command(*, first: str, second: str, every: bool, plot: Path | None, tell: bo
         drawer().comparison(comparison, plot, names=(first, second))
         say_drawn(plot)
     if as_json:
-        print_json(first=first, second=second, same=comparison.same, **asdict(comparison))
+        print_json(first=first, second=second, **comparison.to_json())
     else:
         from lora_tool.cli.diff_view import show_comparison  # rich, only for people
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from msgspec.structs import asdict
 
 from lora_tool.cli.options import FolderOrId, json_option, options_of, plot_option, say_drawn, typed_as
 from lora_tool.core.display import json_data, json_text
@@ -47,5 +46,5 @@ def command(paths: tuple[str, ...], *, plot: Path | None, as_json: bool, **typed
 def _json(inspections: Sequence[Inspection]) -> str:
     """Return the inspections as JSON, `inspection/inspect.schema.json`: a module, a tensor, a checkpoint is a line."""
     if len(inspections) == 1:
-        return json_text(json_data({"schema_version": 1, **asdict(inspections[0])}), spread=2)
+        return json_text(inspections[0].to_json(), spread=2)
     return json_text(json_data({"schema_version": 1, "folders": inspections}), spread=4)

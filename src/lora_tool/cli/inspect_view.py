@@ -13,8 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lora_tool.cli.tables import fits_folded, new_table, print_all, ranges, spanning, sparkline
-from lora_tool.core.display import as_cell, counted, number, printable, shortened, size
+from lora_tool.cli.tables import fits_folded, new_table, print_all, spanning, sparkline
+from lora_tool.core.display import as_cell, counted, number, printable, ranges, shortened, size
 from lora_tool.workflows.inspection.curves import Curves
 from lora_tool.workflows.inspection.model import (
     AdapterInspection,

@@ -11,45 +11,28 @@ from rich.text import Text
 
 from lora_tool.cli.tables import fits, new_table, print_all
 from lora_tool.core.display import counted, number, printable, size
-from lora_tool.workflows.inventory import FileRole, Inventory, Listed, PruneChoice
+from lora_tool.workflows.inventory import PruneChoice
+from lora_tool.workflows.ls import Listing
 
 _COLOURS = {"good": "green", "warned": "yellow", "incomplete": "yellow", "broken": "red", "not judged": "yellow"}
 
 
-def show_inventory(runs: Sequence[Inventory], root: Path, out: TextIO) -> None:
+def show_inventory(listing: Listing, out: TextIO) -> None:
     """Write one line per checkpoint, and the totals."""
-    listed = [(run, item) for run in runs for item in run.checkpoints]
-    if not listed:
-        print_all([f"no checkpoints under {printable(str(root))}"], out)
-        return
-    table = _table(listed, root, by_content=True)
-    if not fits(table, out):
-        table = _table(listed, root, by_content=False)
-    totals = {content: sum(item.sizes[content] for _, item in listed) for content in FileRole}
-    kinds = ", ".join(f"{content} {size(total)}" for content, total in totals.items() if total)
-    print_all([table, f"{counted(len(listed), 'checkpoint')}, {size(sum(totals.values()))}: {kinds}"], out)
+    parts: list[str | Table] = [listing.summary]
+    if listing.checkpoints:
+        table = _table(listing, by_content=True)
+        parts.insert(0, table if fits(table, out) else _table(listing, by_content=False))
+    print_all(parts, out)
 
 
-def _table(listed: Sequence[tuple[Inventory, Listed]], root: Path, *, by_content: bool) -> Table:
-    contents = [f"{content}>" for content in FileRole] if by_content else ["size>"]
-    columns = ["checkpoint", "kind", "step>", "loss>", "metric>", *contents, "verdict"]
-    rows: list[tuple[str | Text, ...]] = []
-    for run, item in listed:
-        star = " *" if item.best and len(run.checkpoints) > 1 else ""
-        metric = f" {run.metric}" if run.metric and item.row.metric is not None else ""
-        sizes = [item.sizes[content] for content in FileRole] if by_content else [item.row.nbytes]
-        rows.append(
-            (
-                _name(item, root) + star,
-                item.kind,
-                "" if item.row.step is None else str(item.row.step),
-                number(item.row.loss, none=""),
-                number(item.row.metric, none="") + metric,
-                *(size(nbytes) if nbytes else "" for nbytes in sizes),
-                Text(_verdict(item), style=_COLOURS[item.row.verdict]),
-            )
-        )
-    return new_table(columns, rows)
+def _table(listing: Listing, *, by_content: bool) -> Table:
+    table = listing.table(by_content=by_content)
+    rows: list[tuple[str | Text, ...]] = [
+        (*row[:-1], Text(row[-1], style=_COLOURS[item.row.verdict]))
+        for row, item in zip(table.rows, listing.checkpoints, strict=True)
+    ]
+    return new_table(table.columns, rows)
 
 
 def show_choices(choices: Sequence[PruneChoice], root: Path, out: TextIO, *, done: bool) -> None:
@@ -57,11 +40,11 @@ def show_choices(choices: Sequence[PruneChoice], root: Path, out: TextIO, *, don
     columns = ["checkpoint", "step>", "metric>", "size>", "verdict", "", "because"]
     rows = [
         (
-            _name(choice.checkpoint, root),
+            choice.checkpoint.name(root),
             "" if choice.checkpoint.row.step is None else str(choice.checkpoint.row.step),
             number(choice.checkpoint.row.metric, none=""),
             size(choice.checkpoint.row.nbytes),
-            _verdict(choice.checkpoint),
+            choice.checkpoint.verdict,
             Text("goes", style="red") if choice.goes else Text("stays", style="green"),
             choice.because,
         )
@@ -82,11 +65,3 @@ def show_choices(choices: Sequence[PruneChoice], root: Path, out: TextIO, *, don
         print_all(
             [table, f"would remove {counted(len(going), 'checkpoint')} and free {freed}; --apply removes them"], out
         )
-
-
-def _name(item: Listed, root: Path) -> str:
-    return str(item.root.relative_to(root)) if item.root.is_relative_to(root) else str(item.root)
-
-
-def _verdict(item: Listed) -> str:
-    return item.row.verdict + (f": {', '.join(item.row.codes)}" if item.row.codes else "")

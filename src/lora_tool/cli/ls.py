@@ -20,12 +20,12 @@ def command(root: Path, *, as_json: bool) -> None:
     The verdict is that of `validate` with the same lora-tool.toml. A star marks the best complete checkpoint of a run.
     """
     from lora_tool.cli.configuration import configuration
-    from lora_tool.workflows.inventory import ls
+    from lora_tool.workflows.ls import ls
 
-    runs = ls(root, criteria=configuration(None, [str(root)]).criteria)
+    listing = ls(root, criteria=configuration(None, [str(root)]).criteria)
     if as_json:
-        print_json(root=root, runs=runs)
+        print_json(**listing.to_json())
         return
     from lora_tool.cli.inventory_view import show_inventory  # rich, only for people
 
-    show_inventory(runs, root, sys.stdout)
+    show_inventory(listing, sys.stdout)

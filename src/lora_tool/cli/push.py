@@ -21,7 +21,7 @@ from lora_tool.workflows.caller import Caller
 from lora_tool.workflows.push import PublishOptions, push
 
 if TYPE_CHECKING:
-    from lora_tool.hub.model import PushPlan
+    from lora_tool.hub.model import Pushed, PushPlan
 
 Repository = TypeVar("Repository", str, None)
 _LONGEST_NAME = 96
@@ -80,20 +80,13 @@ def command(
     name, branch = pushed_to(repo, "REPO", typed["revision"])
     rules = rule_choice(ctx, configured(ctx))
     options = typed_as(PublishOptions, typed, revision=branch, **rules.arguments())
-    from lora_tool.hub.model import (  # after the usage is known to be right
-        plan_json,
-        plan_text,
-        pushed_json,
-        pushed_text,
-    )
-
     show = sys.stderr.isatty() and not (quiet or as_json)
 
     def planned(plan: PushPlan) -> None:
         for warning in plan.warnings:
             warn(warning)
         if not (dry_run or quiet or as_json):
-            click.echo(plan_text(plan), err=True)
+            click.echo(str(plan), err=True)
 
     caller = Caller(dry_run=dry_run, progress=partial(progress_bar, quiet=not show))
     try:
@@ -101,11 +94,16 @@ def command(
     except KeyboardInterrupt:
         _leave_at_once()
     if published.done is None:
-        click.echo(json.dumps(plan_json(published.plan), indent=2) if as_json else plan_text(published.plan))
+        click.echo(json.dumps(published.plan.to_json(), indent=2) if as_json else str(published.plan))
     elif as_json:
-        click.echo(json.dumps(pushed_json(published.plan, published.done), indent=2))
+        click.echo(json.dumps(_json(published.plan, published.done), indent=2))
     elif not quiet:
-        click.echo(pushed_text(published.done))
+        click.echo(str(published.done))
+
+
+def _json(plan: PushPlan, done: Pushed) -> dict[str, Any]:
+    """Return the plan and what came of it, as one table."""
+    return {**plan.to_json(), **done.to_json(), "notes": [*plan.notes, *done.notes]}
 
 
 def _leave_at_once() -> NoReturn:

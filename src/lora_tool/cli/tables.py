@@ -120,15 +120,3 @@ def sparkline(values: Sequence[float]) -> str:
     least, most = min(means), max(means)
     steps = len(SPARKS) - 1
     return "".join(SPARKS[round((mean - least) / (most - least) * steps) if most > least else 0] for mean in means)
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers with neighbours joined: ``0-3, 5, 8-11``; what is too irregular to read is cut."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and runs[-1][1] + 1 == n:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    listed = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ", ".join(listed[:4] + (["…"] if len(listed) > 4 else [])) or "-"  # noqa: PLR2004 - fits its column

@@ -119,9 +119,7 @@ def _show(report: Report, reporting: Reporting, fixes: Fixes | None, *, quiet: b
     if fixes is not None and fixes.kept and reporting.form is not Form.JSON:
         click.echo(f"{shown}\n", err=not text)  # before what is found now
     if fixes is not None and reporting.form is Form.JSON:
-        from lora_tool.core.report.json import report_json  # JSON's words, only when requested
-
-        click.echo(json_text({**report_json(report), "fixes": _fixes_json(fixes)}, spread=3))
+        click.echo(json_text({**report.to_json(), "fixes": _fixes_json(fixes)}, spread=3))
     elif not nothing and not silent:
         (say if text else click.echo)(report_text(report, reporting.form, reporting.least, color=wants_colour()))
     if fixes is not None and not fixes.kept and reporting.form is not Form.JSON and not nothing:

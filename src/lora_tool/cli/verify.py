@@ -33,7 +33,7 @@ from lora_tool.workflows.caller import Caller
 from lora_tool.workflows.verify import VerifyOptions, verify
 
 if TYPE_CHECKING:
-    from lora_tool.verification.verified import Verification
+    from lora_tool.verification.text import Verification
 
 
 @click.command("verify", cls=Configured, epilog="Example: lora-tool verify my-reward-model/")
@@ -102,9 +102,9 @@ def _require_drawable(plot: Path | None, pairs: Path | None) -> None:
 
 
 def _text(verification: Verification, form: Form, fail_on: Severity, *, tensors: bool, color: bool = False) -> str:
-    from lora_tool.verification.text import verification_json, verification_lines
+    from lora_tool.verification.text import verification_lines
 
     if form is Form.JSON:
-        return json.dumps(verification_json(verification), indent=2, allow_nan=False)
+        return json.dumps(verification.to_json(), indent=2, allow_nan=False)
     text = report_text(verification.report, form, fail_on, color=color)
     return "\n".join((*verification_lines(verification, tensors=tensors), text)) if form is Form.TEXT else text

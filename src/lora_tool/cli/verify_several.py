@@ -50,11 +50,9 @@ class _Seen(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """Return what `verify --json` says of one folder, or the error, with the folder and its exit code."""
-        from lora_tool.verification.text import verification_json
-
         table: dict[str, Any] = {"path": printable(str(self.one.folder)), "exit_code": self.code}
         if self.one.verification is not None:
-            return table | {"error": None} | verification_json(self.one.verification)
+            return table | {"error": None} | self.one.verification.to_json()
         [unread] = self.one.report.unread
         return table | {"error": {"message": unread.message, "hint": unread.hint}}
 
@@ -76,7 +74,7 @@ def _row(seen: _Seen) -> Iterator[str]:
     if found is None:
         yield from ("not verified", "", "", "", as_cell(as_options(str(seen.one.error))))
         return
-    from lora_tool.verification.verified import summary_json
+    from lora_tool.verification.text import summary_json
 
     summary = summary_json(found)
     yield "failed" if seen.code else "right"

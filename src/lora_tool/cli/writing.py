@@ -12,7 +12,7 @@ import click
 
 from lora_tool.cli.options import Parsed, in_order, quiet_option, verbose_option
 from lora_tool.cli.terminal import progress_bar, say, show_findings, wants_colour, warn
-from lora_tool.core.display import counted, json_text, printable, size
+from lora_tool.core.display import json_text, printable
 from lora_tool.core.share import share
 from lora_tool.workflows.caller import Caller, Done
 from lora_tool.workflows.written import Planned, Written, intent
@@ -103,9 +103,7 @@ def _show_plan(planned: Planned, *, as_json: bool) -> None:
 
 
 def _part(done: ShareWritten) -> str:
-    wrote = f"part {done.share} written: {counted(len(done.files), 'weight file')}, {size(done.nbytes)}"
-    left = f"{counted(len(done.missing), 'file')} of other parts still missing" if done.missing else "none is missing"
-    return f"{wrote}; {left}\nnext: when all parts have ended, run the same command with --resume instead of --part"
+    return f"{done}\nnext: when all parts have ended, run the same command with --resume instead of --part"
 
 
 def _weighed(lines: Iterable[str], verdict: str = "") -> str:

@@ -142,6 +142,18 @@ def some(items: Collection[object], most: int = 8) -> str:
     return ", ".join(map(str, itertools.islice(items, most))) + (", …" if len(items) > most else "")
 
 
+def ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers with neighbours joined: ``0-3, 5, 8-11``; what is too irregular to read is cut."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and runs[-1][1] + 1 == n:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    listed = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(listed[:4] + (["…"] if len(listed) > 4 else [])) or "-"  # noqa: PLR2004 - fits its column
+
+
 def finite(value: float | None) -> float | None:
     """Return the number, None for NaN and infinity, which JSON does not have."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Records with abstract methods, and what is made once for a record that keeps it."""
+"""Records with abstract methods, records that a notebook shows, and what is made once for a record that keeps it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ from typing import TypeVar
 
 from msgspec import StructMeta
 
+from lora_tool.core.display import as_html
+
 K = TypeVar("K")
 V = TypeVar("V")
+
+
+class Shown:
+    """A result that a notebook shows as the text that `str()` gives."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return as_html(str(self))
 
 
 class AbstractRecord(StructMeta, ABCMeta):

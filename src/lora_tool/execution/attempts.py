@@ -17,9 +17,11 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from lora_tool.core.display import counted, size
 from lora_tool.core.engines import Cluster
 from lora_tool.core.errors import ExecutionError, OutputExists, UnsupportedAdapter
 from lora_tool.core.progress import Progress
+from lora_tool.core.records import Shown
 from lora_tool.core.report import Finding
 from lora_tool.core.report.model import refuse_errors
 from lora_tool.core.share import Share
@@ -160,7 +162,7 @@ def _read_by(shard: Shard) -> set[Path]:
 # Writing one share of a plan's files: every share writes into the same unfinished folder, and one run finishes it.
 
 
-class ShareWritten(Struct, frozen=True, kw_only=True):
+class ShareWritten(Shown, Struct, frozen=True, kw_only=True):
     """The state of an unfinished folder after one share was written."""
 
     out: Path
@@ -171,6 +173,13 @@ class ShareWritten(Struct, frozen=True, kw_only=True):
     """How many bytes their tensors have."""
     missing: tuple[str, ...]
     """Files of other shares that are not finished yet."""
+
+    def __str__(self) -> str:
+        wrote = f"part {self.share} written: {counted(len(self.files), 'weight file')}, {size(self.nbytes)}"
+        left = (
+            f"{counted(len(self.missing), 'file')} of other parts still missing" if self.missing else "none is missing"
+        )
+        return f"{wrote}; {left}"
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON data."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from huggingface_hub.hf_api import RepoFile
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from lora_tool.core.choices import TextEnum
 from lora_tool.core.display import printable, size
+from lora_tool.core.records import Shown
 from lora_tool.core.tensors import FileStamp
 from lora_tool.hub.options import MAIN, PushCheck
 
@@ -85,7 +85,7 @@ class Remote(Struct, frozen=True, kw_only=True):
         return self.head is not None
 
 
-class PushPlan(Struct, frozen=True, kw_only=True):
+class PushPlan(Shown, Struct, frozen=True, kw_only=True):
     """Everything that a push will do. Making the plan changes nothing, here or on the Hub."""
 
     folder: Path
@@ -110,8 +110,52 @@ class PushPlan(Struct, frozen=True, kw_only=True):
         """Bytes of the files that are new or changed; storage may already have parts of them."""
         return sum(file.size for file in self.changes if file.change is not UploadAction.REMOVE)
 
+    def __str__(self) -> str:
+        """Return the plan: what happens to which file, what stays behind and why, how much is sent."""
+        where = f"{self.remote.repo}" + (f" ({self.remote.revision})" if self.remote.revision != "main" else "")
+        lines = [printable(note) for note in self.notes]
+        act = "pull request" if self.create_pr else "commit"
+        lines.append(f"{self.kind} {printable(str(self.folder))} to {where}, as one {act}: {printable(self.message)}")
+        lines += [
+            f"  {file.change.value:<7} {printable(file.name)}  {size(file.size)}"
+            + (f"  ({printable(file.reason)})" if file.reason else "")
+            for file in self.files
+        ]
+        lines += [f"  not pushed: {printable(item.name)}: {printable(item.reason)}" for item in self.left_out]
+        counts = {change: sum(file.change is change for file in self.files) for change in UploadAction}
+        summary = ", ".join(f"{count} {change}" for change, count in counts.items() if count)
+        lines.append(
+            f"{summary}; {size(self.sent_bytes)} to send"
+            if self.changes
+            else "nothing to change, so no commit will be made"
+        )
+        if self.tag:
+            lines.append(f"tag {printable(self.tag)} on it")
+        return "\n".join(lines)
 
-class Pushed(Struct, frozen=True, kw_only=True):
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole plan as JSON data."""
+        return {
+            "schema_version": 1,
+            "folder": str(self.folder),
+            "kind": self.kind,
+            "repo": self.remote.repo,
+            "revision": self.remote.revision,
+            "parent_commit": self.remote.head,
+            "create_repo": not self.remote.exists,
+            "private": self.private if not self.remote.exists else self.remote.private,
+            "create_pr": self.create_pr,
+            "tag": self.tag,
+            "message": self.message,
+            "bytes_to_send": self.sent_bytes,
+            "files": [_file_json(file) for file in self.files],
+            "left_out": [{"name": item.name, "reason": item.reason} for item in self.left_out],
+            "notes": list(self.notes),
+            "warnings": list(self.warnings),
+        }
+
+
+class Pushed(Shown, Struct, frozen=True, kw_only=True):
     """The result of a push. `changed` is False if the repository already held this content."""
 
     repo: str
@@ -130,93 +174,42 @@ class Pushed(Struct, frozen=True, kw_only=True):
     def checked(self) -> int:
         return sum(file.change is not UploadAction.REMOVE for file in self.files)
 
+    def __str__(self) -> str:
+        """Return what a push did, in a few lines."""
+        if not self.changed:
+            lines = [f"{self.repo} already holds this content, so no commit was made ({self.commit[:12]})"]
+        else:
+            lines = [f"pushed to {self.url}", f"commit {self.commit}"]
+        if self.pull_request:
+            lines.append(f"pull request {self.pull_request}")
+        if self.tag:
+            lines.append(f"tagged {self.tag}")
+        how = "read back and compared" if self.check.value == "download" else "compared with the Hub's hashes"
+        lines.append(f"{self.checked} files {how}: all match the local files")
+        return "\n".join(printable(line) for line in (*self.notes, *lines))
 
-# A push's plan and result as text for people and as JSON for programs.
+    def to_json(self) -> dict[str, Any]:
+        """Return what came of the push as JSON data."""
+        return {
+            "schema_version": 1,
+            "repo": self.repo,
+            "commit": self.commit,
+            "url": self.url,
+            "changed": self.changed,
+            "created_repo": self.created,
+            "pull_request": self.pull_request,
+            "tagged": self.tag,
+            "verified": {"how": self.check.value, "files": self.checked},
+            "files": [_file_json(file) for file in self.files],
+            "notes": list(self.notes),
+        }
 
 
-_SCHEMA_VERSION = 1
-
-
-def plan_text(plan: PushPlan) -> str:
-    """Return the plan: what happens to which file, what stays behind and why, how much is sent."""
-    where = f"{plan.remote.repo}" + (f" ({plan.remote.revision})" if plan.remote.revision != "main" else "")
-    lines = [printable(note) for note in plan.notes]
-    act = "pull request" if plan.create_pr else "commit"
-    lines.append(f"{plan.kind} {printable(str(plan.folder))} to {where}, as one {act}: {printable(plan.message)}")
-    lines += [
-        f"  {file.change.value:<7} {printable(file.name)}  {size(file.size)}"
-        + (f"  ({printable(file.reason)})" if file.reason else "")
-        for file in plan.files
-    ]
-    lines += [f"  not pushed: {printable(item.name)}: {printable(item.reason)}" for item in plan.left_out]
-    counts = {change: sum(file.change is change for file in plan.files) for change in UploadAction}
-    summary = ", ".join(f"{count} {change}" for change, count in counts.items() if count)
-    lines.append(
-        f"{summary}; {size(plan.sent_bytes)} to send"
-        if plan.changes
-        else "nothing to change, so no commit will be made"
-    )
-    if plan.tag:
-        lines.append(f"tag {printable(plan.tag)} on it")
-    return "\n".join(lines)
-
-
-def plan_json(plan: PushPlan) -> dict[str, Any]:
-    """Return the whole plan as JSON data."""
+def _file_json(file: PushFile) -> dict[str, Any]:
     return {
-        "schema_version": _SCHEMA_VERSION,
-        "folder": str(plan.folder),
-        "kind": plan.kind,
-        "repo": plan.remote.repo,
-        "revision": plan.remote.revision,
-        "parent_commit": plan.remote.head,
-        "create_repo": not plan.remote.exists,
-        "private": plan.private if not plan.remote.exists else plan.remote.private,
-        "create_pr": plan.create_pr,
-        "tag": plan.tag,
-        "message": plan.message,
-        "bytes_to_send": plan.sent_bytes,
-        "files": [
-            {
-                "name": file.name,
-                "change": file.change.value,
-                "bytes": file.size,
-                "sha256": file.sha256,
-                "reason": file.reason,
-            }
-            for file in plan.files
-        ],
-        "left_out": [{"name": item.name, "reason": item.reason} for item in plan.left_out],
-        "notes": list(plan.notes),
-        "warnings": list(plan.warnings),
-    }
-
-
-def pushed_text(done: Pushed) -> str:
-    """Return what a push did, in a few lines."""
-    if not done.changed:
-        lines = [f"{done.repo} already holds this content, so no commit was made ({done.commit[:12]})"]
-    else:
-        lines = [f"pushed to {done.url}", f"commit {done.commit}"]
-    if done.pull_request:
-        lines.append(f"pull request {done.pull_request}")
-    if done.tag:
-        lines.append(f"tagged {done.tag}")
-    how = "read back and compared" if done.check.value == "download" else "compared with the Hub's hashes"
-    lines.append(f"{done.checked} files {how}: all match the local files")
-    return "\n".join(printable(line) for line in (*done.notes, *lines))
-
-
-def pushed_json(plan: PushPlan, done: Pushed) -> dict[str, Any]:
-    """Return the plan and what came of it as JSON data."""
-    return {
-        **plan_json(replace(plan, files=done.files)),
-        "commit": done.commit,
-        "url": done.url,
-        "changed": done.changed,
-        "created_repo": done.created,
-        "pull_request": done.pull_request,
-        "tagged": done.tag,
-        "verified": {"how": done.check.value, "files": done.checked},
-        "notes": [*plan.notes, *done.notes],
+        "name": file.name,
+        "change": file.change.value,
+        "bytes": file.size,
+        "sha256": file.sha256,
+        "reason": file.reason,
     }

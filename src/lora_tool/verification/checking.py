@@ -46,7 +46,8 @@ from lora_tool.verification.pieces import (
     stretches,
     why_not,
 )
-from lora_tool.verification.verified import OWN_RULES, Level, Verification, by_rules, evidence_of
+from lora_tool.verification.text import OWN_RULES, Verification, by_rules
+from lora_tool.verification.verified import Level, evidence_of
 
 if TYPE_CHECKING:
     from lora_tool.verification.counting import Recomputing

@@ -1,19 +1,116 @@
-"""A verification as text for people and as JSON for programs."""
+"""What a verification found: the rules' report on a folder and the evidence for every tensor, as text and as JSON."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import asdict
+from msgspec import Struct
+from msgspec.structs import asdict, replace
 
-from lora_tool.core.display import counted, finite, from_here, json_data, printable, some
-from lora_tool.core.report.json import report_json
+from lora_tool.core.display import and_more, counted, finite, from_here, json_data, printable, some
+from lora_tool.core.errors import VerificationFailed
+from lora_tool.core.records import Shown
+from lora_tool.core.report import Report, Severity, Skipped
 from lora_tool.core.tensors import TensorAction
+from lora_tool.plans.core.ops import Precision
+from lora_tool.rules.engine.registry import Rule
+from lora_tool.rules.judging import Judge
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
-from lora_tool.verification.verified import Level, Verification, summary_json
+from lora_tool.rules.merged.subject import MergedSubject
+from lora_tool.verification.verified import Level
+
+OWN_RULES = ("LT1", "LT6")
+"""What decides about a folder just written: its files and its values. What its inputs lacked was said before."""
+
+
+OF_USE = frozenset({"LT625"})
+"""Rules on how much a model is worth, whoever wrote it: they find nothing wrong in how it was written."""
+
+
+class Verification(Shown, Struct, frozen=True, kw_only=True):
+    """The result of verifying one folder: the rules' report, and the evidence for every tensor."""
+
+    merged: Path
+    base: str
+    adapters: tuple[str, ...]
+    level: Level
+    precision: Precision | None
+    evidence: Mapping[str, TensorEvidence]
+    report: Report
+    outputs: OutputEvidence | None = None
+    """The answers of both models, if `logits` was requested."""
+    pairs: PairEvidence | None = None
+    """How both models ranked the `pairs`, if any were given."""
+
+    def __repr__(self) -> str:
+        return f"Verification({str(self.merged)!r}: {len(self.evidence)} tensors, {self.report.counts()})"
+
+    def __str__(self) -> str:
+        return "\n".join((*verification_lines(self), self.report.text()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as `validate` gives it, with `verification`: the summary and every tensor's evidence."""
+        return {
+            **self.report.to_json(),
+            "verification": {
+                **summary_json(self),
+                "merged": printable(str(self.merged)),
+                "base": printable(self.base),
+                "adapters": [printable(adapter) for adapter in self.adapters],
+                "precision": self.precision.value if self.precision else None,
+                "outputs": _outputs_json(self.outputs),
+                "pairs": _pairs_json(self.pairs),
+                "per_tensor": [_tensor_json(found) for found in self.evidence.values()],
+            },
+        }
+
+    def says_wrong(self, least: Severity) -> bool:
+        """Return whether findings of severity `least` or worse show that the folder is not what it should be."""
+        return any(finding.code not in OF_USE for finding in self.report.at_least(least))
+
+    def raise_for_errors(self) -> None:
+        """Return if nothing is wrong. Raises `VerificationFailed` naming the first error and how many there are."""
+        errors = self.report.at_least(Severity.ERROR)
+        if errors:
+            more = f" (and {len(errors) - 1} more errors)" if len(errors) > 1 else ""
+            raise VerificationFailed(f"{errors[0]}{more}", hint=errors[0].hint)
+
+
+def by_rules(
+    subject: MergedSubject,
+    rules: tuple[Rule, ...],
+    level: Level,
+    precision: Precision | None,
+    *,
+    adapters: tuple[str, ...] = (),
+    skipped: tuple[Skipped, ...] = (),
+) -> Verification:
+    """Return the verification of a folder whose values were read, by the rules that read none."""
+    merged, evidence = subject.checkpoint.root, subject.evidence
+    by_reason: dict[str, list[str]] = {}
+    for found in evidence.values():
+        if found.verdict is Verdict.UNKNOWN:
+            by_reason.setdefault(found.reason, []).append(found.name)
+    for reason, (first, *others) in by_reason.items():
+        why = f"`{first}`{and_more(len(others))} not recomputed: {reason}"
+        skipped = (*skipped, Skipped(code="LT608", path=str(merged), reason=why))
+    report = Judge(rules=rules, deep=False).folder(subject)
+    return Verification(
+        merged=merged,
+        base=subject.base_name or "",
+        adapters=adapters,
+        level=level,
+        precision=precision,
+        evidence=evidence,
+        report=replace(report, skipped=(*report.skipped, *skipped)),
+        outputs=subject.outputs,
+        pairs=subject.pairs,
+    )
+
 
 _KEPT = {
     TensorAction.COPIED: "have the base's bytes",
@@ -123,20 +220,27 @@ def _figures(named: Mapping[str, float | None]) -> list[str]:
     return [f"{name} {value:.4g}" for name, value in named.items() if value is not None]
 
 
-def verification_json(verification: Verification) -> dict[str, Any]:
-    """Return the report as `validate` gives it, with `verification`: the summary and every tensor's evidence."""
+def summary_json(verification: Verification) -> dict[str, Any]:
+    """Return what a manifest records of a verification: how much was compared, and the largest distances."""
+    right = compared = total = 0
+    unknown, ulps = [], []
+    for found in verification.evidence.values():
+        right += found.verdict is Verdict.RIGHT
+        compared, total = compared + found.compared, total + found.numel
+        if found.verdict is Verdict.UNKNOWN:
+            unknown.append(found.name)
+        if found.ulps is not None:
+            ulps.append(found.ulps)
     return {
-        **report_json(verification.report),
-        "verification": {
-            **summary_json(verification),
-            "merged": printable(str(verification.merged)),
-            "base": printable(verification.base),
-            "adapters": [printable(adapter) for adapter in verification.adapters],
-            "precision": verification.precision.value if verification.precision else None,
-            "outputs": _outputs_json(verification.outputs),
-            "pairs": _pairs_json(verification.pairs),
-            "per_tensor": [_tensor_json(found) for found in verification.evidence.values()],
-        },
+        "level": verification.level.value,
+        "errors": verification.report.count(Severity.ERROR),
+        "warnings": verification.report.count(Severity.WARNING),
+        "tensors": len(verification.evidence),
+        "right": right,
+        "not_recomputed": unknown,
+        "values_compared": compared,
+        "values": total,
+        "largest_ulps": round(max(ulps), 4) if ulps and math.isfinite(max(ulps)) else None,
     }
 
 

@@ -20,7 +20,8 @@ from lora_tool.rules.merged.subject import ComputedAdapter, MergedSubject
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.computed import evidence_of_computed
 from lora_tool.verification.pairs import Pairs
-from lora_tool.verification.verified import OF_USE, OWN_RULES, Level, Verification, by_rules
+from lora_tool.verification.text import OF_USE, OWN_RULES, Verification, by_rules
+from lora_tool.verification.verified import Level
 
 
 def verify_inputs(

@@ -62,6 +62,15 @@ class Listed(Struct, frozen=True, kw_only=True):
     newest: bool = False
     """Whether a file of the run names it as its newest: `latest`, `latest_checkpointed_iteration.txt`."""
 
+    @property
+    def verdict(self) -> str:
+        """Whether it is good, and the codes of what was found."""
+        return self.row.verdict + (f": {', '.join(self.row.codes)}" if self.row.codes else "")
+
+    def name(self, root: Path) -> str:
+        """Return its path below `root`."""
+        return str(self.root.relative_to(root)) if self.root.is_relative_to(root) else str(self.root)
+
 
 class Inventory(Struct, frozen=True, kw_only=True):
     """The checkpoints of one folder in the order of the run; `metric` is the one that `best` compares."""
@@ -75,14 +84,6 @@ class Inventory(Struct, frozen=True, kw_only=True):
     def saves(self) -> tuple[Listed, ...]:
         """Those that are saves of a run, each in a folder of its own: `checkpoint-N`, `global_stepN`, `iter_N`."""
         return tuple(item for item in self.checkpoints if item.root != self.root)
-
-
-def ls(root: str | os.PathLike[str] = ".", *, criteria: Criteria | None = None) -> tuple[Inventory, ...]:
-    """Return every checkpoint under `root`, run by run, each with its verdict under the `criteria`, by default all rules.
-
-    Raises `NotACheckpoint` where `root` is not a folder.
-    """
-    return tuple(inventory(Path(root), criteria or Criteria()))
 
 
 def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory]:

@@ -16,9 +16,10 @@ from msgspec import Struct, structs
 from lora_tool.adapters.weighted import weighted
 from lora_tool.checkpoints import ModelDir
 from lora_tool.checkpoints.sources import Reference, opened_model, several, source_of
-from lora_tool.core.display import as_options
+from lora_tool.core.display import as_options, printable, shortened
 from lora_tool.core.errors import FindingsFound, LoraToolError, WrongValue
 from lora_tool.core.hub_names import hub_name
+from lora_tool.core.records import Shown
 from lora_tool.core.report.json import finding_json
 from lora_tool.execution.folder import errors_of_the_system
 from lora_tool.formats.files import expanded
@@ -29,7 +30,7 @@ from lora_tool.workflows.merge import merge, with_opened_base
 from lora_tool.workflows.written import Planned, Written
 
 
-class MergedOne(Struct, frozen=True, kw_only=True):
+class MergedOne(Shown, Struct, frozen=True, kw_only=True):
     """What became of one adapter of several: `written`, or the `error` that it was refused with; in a dry run its `plan`."""
 
     name: str
@@ -40,6 +41,16 @@ class MergedOne(Struct, frozen=True, kw_only=True):
     error: LoraToolError | None = None
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        became = (
+            f"refused: {self.error}" if self.error is not None else self.written or self.plan or "PEFT will merge it"
+        )
+        return printable(f"{self.name}: ") + str(became)
+
+    def __repr__(self) -> str:
+        became = self.error or self.written or self.plan
+        return f"MergedOne({self.name!r}: {shortened(repr(became), 300)})"
 
     @property
     def finished_before(self) -> bool:

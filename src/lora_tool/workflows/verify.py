@@ -19,7 +19,8 @@ from lora_tool.core.hub_names import ANYWHERE
 from lora_tool.core.options import Options, option
 from lora_tool.core.report.model import Report, Unread
 from lora_tool.plans.core.options import SpreadOptions, WatchedOptions
-from lora_tool.verification.verified import Level, Verification
+from lora_tool.verification.text import Verification
+from lora_tool.verification.verified import Level
 from lora_tool.workflows.caller import LIBRARY, Caller
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from lora_tool.core.display import counted, printable, size
+from lora_tool.core.records import Shown
 from lora_tool.core.report.json import finding_json
 from lora_tool.core.tensors import TensorAction
 from lora_tool.formats import adapter_config, model_config
@@ -29,7 +30,7 @@ _AUTO_CLASSES = ("ForSequenceClassification", "ForCausalLM", "ForTokenClassifica
 """Ends of class names that transformers loads by its AutoModel of that name."""
 
 
-class Written(Struct, frozen=True, kw_only=True):
+class Written(Shown, Struct, frozen=True, kw_only=True):
     """A written folder, and the result of reading it back. `str()` of it gives what the command prints."""
 
     path: Path

@@ -48,9 +48,7 @@ def rendered(
     if form is Form.TEXT:
         return report.text(color=color)
     if form is Form.JSON:
-        from lora_tool.core.report.json import report_json
-
-        return json_text(report_json(report), spread=2)
+        return json_text(report.to_json(), spread=2)
     if form is Form.GITHUB:
         from lora_tool.core.report.github import report_github
 

@@ -9,15 +9,34 @@ from typing import Any
 
 from msgspec import Struct
 
-from lora_tool.core.display import as_html, counted, shortened, some
+from lora_tool.core.display import counted, shortened, some
 from lora_tool.core.errors import FindingsFound
+from lora_tool.core.records import Shown
 from lora_tool.core.report.findings import Checked, Finding, Ignored, Page, Run, Severity, Skipped, Unread
+from lora_tool.core.report.json import SCHEMA_VERSION, finding_json, record
 from lora_tool.core.report.text import SHOWN, findings_lines, ignored_lines, run_lines, skipped_lines
+from lora_tool.core.version import __version__
 
 __all__ = ["Checked", "Ignored", "Page", "Report", "Skipped", "Unread", "by_subject", "joined"]
 
+_COLUMNS = [
+    "path",
+    "name",
+    "step",
+    "epoch",
+    "loss",
+    "metric",
+    "verdict",
+    "incomplete",
+    "unresumable",
+    "errors",
+    "warnings",
+    "codes",
+]
+"""Fields of a run's checkpoint in JSON."""
 
-class Report(Struct, frozen=True, kw_only=True):
+
+class Report(Shown, Struct, frozen=True, kw_only=True):
     """The outcome of one check of one or more folders."""
 
     subjects: tuple[Checked, ...] = ()
@@ -47,9 +66,6 @@ class Report(Struct, frozen=True, kw_only=True):
         paths = some([subject.path for subject in self.subjects], 3)
         return f"Report({paths}: {shortened(self.counts(), 300)})"
 
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
-
     def text(self, *, color: bool = False, limit: int = SHOWN) -> str:
         """Return the findings, run tables, skipped checks and one summary line, as the command prints them.
 
@@ -65,6 +81,33 @@ class Report(Struct, frozen=True, kw_only=True):
             code = min(finding.code for finding in worst if finding.path == worst[0].path)
             lines.append(f"lora-tool rules {code} explains the first of them")
         return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the whole report as JSON data, `validate --json`. Names from files are escaped as in the text form."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "tool_version": __version__,
+            "subjects": [record(subject, "path", "kind", "rules") for subject in self.subjects],
+            "findings": [finding_json(finding) for finding in self.findings],
+            "skipped": [record(skipped, "code", "path", "reason") for skipped in self.skipped],
+            "ignored": [record(ignored, "code", "reason") for ignored in self.ignored],
+            "unread": [record(unread, "path", "message", "hint") for unread in self.unread],
+            "runs": [
+                {
+                    **record(run, "path", "metric", "best", "why_best"),
+                    "checkpoints": [{**record(row, *_COLUMNS), "bytes": row.nbytes} for row in run.checkpoints],
+                }
+                for run in self.runs
+            ],
+            "summary": {
+                "subjects": len(self.subjects),
+                "errors": self.count(Severity.ERROR),
+                "warnings": self.count(Severity.WARNING),
+                "infos": self.count(Severity.INFO),
+                "skipped": len(self.skipped),
+                "unread": len(self.unread),
+            },
+        }
 
     def summary(self) -> str:
         """Return one line: what was looked at and how many findings there are."""

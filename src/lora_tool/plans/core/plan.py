@@ -11,7 +11,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from lora_tool.core.display import as_html, counted, printable, size
+from lora_tool.core.display import counted, printable, size
+from lora_tool.core.records import Shown
 from lora_tool.core.report.findings import Finding
 from lora_tool.core.report.json import finding_json
 from lora_tool.core.tensors import FileStamp, TensorAction
@@ -41,7 +42,7 @@ def leftover_json(item: InputRecord) -> dict[str, Any]:
     return {"path": str(item.path), "name": item.name, "fate": item.action.value, "reason": item.reason}
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class Plan(Shown, Struct, frozen=True, kw_only=True):
     """Everything that will be written, and where each input tensor goes. `notes` are the lines of the summary."""
 
     shards: tuple[Shard, ...]
@@ -140,9 +141,6 @@ class Plan(Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         counts = ", ".join(f"{count} {action}" for action, count in self.counts().items())
         return f"Plan({counts}: {size(self.data_bytes)} in {counted(len(self.shards), 'weight file')})"
-
-    def _repr_html_(self) -> str:
-        return as_html(str(self))
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole plan as JSON data: every step, side file and leftover with its reason."""

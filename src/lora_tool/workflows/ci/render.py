@@ -8,7 +8,6 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from lora_tool.core.display import printable
-from lora_tool.core.report.json import report_json
 from lora_tool.core.report.markdown import code, report_markdown, text
 from lora_tool.core.report.model import Page, Report
 from lora_tool.workflows.ci.model import Outcome, Stage, Status, Swept, best_first, best_of, in_order
@@ -33,7 +32,7 @@ def outcome_json(outcome: Outcome, report: Report) -> dict[str, Any]:
             }
             for stage in outcome.stages
         ],
-        "report": report_json(report),
+        "report": report.to_json(),
     }
 
 

@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from lora_tool.adapters.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.quantised import as_matrices
 from lora_tool.core.choices import TextEnum
+from lora_tool.core.display import as_html, json_data, number, printable, ranges
 from lora_tool.core.keys import split_layer
 from lora_tool.core.progress import Progress
+from lora_tool.core.tables import Table
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.stored_numbers import READABLE, Matrix, raw_blocks, square_sum, stored_blocks, widened
 from lora_tool.workflows.inspection.factors import matrices, triangle
+from lora_tool.workflows.inspection.targets import place, short_names
 
 
 @enum.unique
@@ -76,6 +82,11 @@ class Difference(Struct, frozen=True, kw_only=True):
         return min(max(beyond / (2 * self.first * self.second), 0.0), 2.0) if math.isfinite(beyond) else math.nan
 
 
+_COLUMNS = (
+    "target", "×>", "layers", "", "‖first‖>", "‖second‖>", "relative>", "at most>", "cosine at least>", "median>", "",
+)  # fmt: skip
+
+
 class Comparison(Struct, frozen=True, kw_only=True):
     """All modules and tensors of both folders, in the order of the first, and the config fields that differ."""
 
@@ -85,6 +96,53 @@ class Comparison(Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         changed = sum(item.change is not ModuleChange.SAME for item in self.differences)
         return f"Comparison({changed} of {len(self.differences)} modules and tensors differ)"
+
+    def __str__(self) -> str:
+        return "\n".join(
+            filter(None, (self.summary, *self._field_lines(), str(self.by_target) if self.by_target.rows else ""))
+        )
+
+    def _repr_html_(self) -> str:
+        above = as_html("\n".join((self.summary, *self._field_lines())))
+        return above + (self.by_target.html() if self.by_target.rows else "")
+
+    def _field_lines(self) -> Iterator[str]:
+        yield from (printable(f"{name}: {first} → {second}") for name, (first, second) in self.fields.items())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON data."""
+        return {"schema_version": 1, "same": self.same, **json_data(asdict(self))}
+
+    @property
+    def by_target(self) -> Table:
+        """The modules that differ, a row for those of one target that differ in one way."""
+        groups: dict[tuple[str, ModuleChange, str], list[Difference]] = defaultdict(list)
+        for item in self.differences:
+            if item.change is not ModuleChange.SAME:
+                groups[item.target, item.change, item.note].append(item)
+        names = _short({item.target: item.kind for members in groups.values() for item in members})
+        differ = len({change for _, change, _ in groups}) > 1  # else the summary says it of all
+        rows = []
+        for (target, change, note), members in sorted(groups.items(), key=lambda group: place(group[0][0])):
+            layers = sorted({layer for item in members if (layer := split_layer(item.name)[0]) is not None})
+            relatives = [item.relative for item in members if item.relative is not None]
+            distances = [item.turned for item in members if item.turned is not None]
+            rows.append(
+                (
+                    names[target],
+                    str(len(members)),
+                    ranges(layers),
+                    str(change) if differ else "",
+                    _median([item.first for item in members if item.first is not None]),
+                    _median([item.second for item in members if item.second is not None]),
+                    _median(relatives),
+                    number(max(relatives, default=None)),
+                    cosine(max(distances, default=None)),
+                    cosine(statistics.median(distances) if distances else None),
+                    note,
+                )
+            )
+        return Table(columns=_COLUMNS, rows=tuple(rows))
 
     @property
     def summary(self) -> str:
@@ -96,6 +154,30 @@ class Comparison(Struct, frozen=True, kw_only=True):
     @property
     def same(self) -> bool:
         return not self.fields and all(item.change is ModuleChange.SAME for item in self.differences)
+
+
+_NEAR = 1e-3
+"""1 - cosine below which three digits of a cosine are 1.00."""
+_NOISE = 1e-14
+"""What rounding in float64 leaves of 1 - cosine where the directions are the same."""
+
+
+def cosine(away: float | None) -> str:
+    """Return the cosine 1 - `away` as text: near 1 as its distance from 1, where three digits would all read 1.00."""
+    if away is None or not away < _NEAR:
+        return number(None if away is None else 1.0 - away)
+    return f"1 - {away:.1e}" if away > _NOISE else "1"
+
+
+def _short(kinds: Mapping[str, str]) -> Mapping[str, str]:
+    """Return short names of targets; a tensor keeps the module that its parameter belongs to."""
+    split = {target: target.rpartition(".") if kind == "tensor" else (target, "", "") for target, kind in kinds.items()}
+    modules = short_names({module for module, _, _ in split.values()})
+    return {target: modules[module] + dot + leaf for target, (module, dot, leaf) in split.items()}
+
+
+def _median(values: Sequence[float]) -> str:
+    return number(statistics.median(values) if values else None)
 
 
 _ALIKE = 1e-12

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir
-from lora_tool.core.display import counted, number, printable, shortened, size
+from lora_tool.core.display import counted, json_data, number, printable, shortened, size
 from lora_tool.core.errors import BrokenFile
 from lora_tool.formats import model_card, training_record
 from lora_tool.formats.files import inside, read_object
@@ -155,6 +156,11 @@ class Inspection(Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({shortened(self.path, 300)!r}: {self.kind}, {size(self.disk_bytes)})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all facts as JSON data, as `inspect.schema.json` describes them."""
+        table: dict[str, Any] = json_data({"schema_version": 1, **asdict(self)})
+        return table
 
     def _repr_html_(self) -> str:
         import html  # only in notebooks
