@@ -8,7 +8,6 @@ from inspect import signature
 from typing import Any, TypeVar, overload
 
 from lora_tool.core.options import Options, called_with
-from lora_tool.core.progress import unwatched
 from lora_tool.plans.merge.options import MergeArguments
 from lora_tool.workflows import combine as combining
 from lora_tool.workflows import consolidate as consolidating
@@ -22,6 +21,7 @@ from lora_tool.workflows import resize as resizing
 from lora_tool.workflows import validate as validating
 from lora_tool.workflows import verify as verifying
 from lora_tool.workflows.caller import Caller, Done
+from lora_tool.workflows.notebook import default_watch
 from lora_tool.workflows.written import Written
 
 _Chosen = TypeVar("_Chosen", bound=Options)
@@ -39,12 +39,12 @@ def _quiet(function: Callable[[_First, _Chosen], _Result]) -> Callable[[_First, 
 
 
 def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the workflow for a library's caller, which sees nothing but the progress that it watches."""
+    """Return the workflow for a library's caller, which sees the progress that it watches, in a notebook always."""
 
     @functools.wraps(function)
     def call(*given: Any) -> Any:  # noqa: ANN401 - whatever the workflow returns
         watch = getattr(given[-1], "watch", None)
-        return function(*given, Caller(progress=watch or unwatched))
+        return function(*given, Caller(progress=watch or default_watch()))
 
     return call
 

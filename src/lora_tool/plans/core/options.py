@@ -37,7 +37,8 @@ class WatchedOptions(Options):
 
     watch: StageWatch | None = option(
         None,
-        "Called with a description of the work and its number of bytes; returns a context manager of its progress.",
+        "Called with a description of the work and its number of bytes; returns a context manager of its progress. "
+        "A notebook shows a bar without it.",
         library_only=True,
     )
 
