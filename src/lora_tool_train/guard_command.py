@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from lora_tool.cli.options import json_option
+from lora_tool.cli.options import Sectioned, json_option
 from lora_tool.core.display import counted, printable
 from lora_tool.core.errors import require_packages
 from lora_tool_train.traps import TrainingFailed
@@ -16,7 +16,10 @@ from lora_tool_train.traps import TrainingFailed
 
 @click.command(
     "guard",
-    short_help="Attach the guards of `train` to any TRL or transformers command.",
+    cls=Sectioned,
+    among="Training runs",
+    no_args_is_help=True,
+    short_help="Run any TRL or transformers command with the guards of `train`.",
     epilog="Example: lora-tool guard -- trl sft --config run.yaml",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )

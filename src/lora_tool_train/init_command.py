@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from lora_tool.cli.options import Sectioned
 from lora_tool_train.methods import METHODS, Feedback, Method
 
 _DATA = {
@@ -36,7 +37,12 @@ def first_run(method: Method) -> str:
 
 
 @click.command(
-    "init", short_help="Print a commented run.yaml to `train` with.", epilog="Example: lora-tool init reward > run.yaml"
+    "init",
+    cls=Sectioned,
+    among="Training runs",
+    no_args_is_help=True,
+    short_help="Print a commented run.yaml to `train` with.",
+    epilog="Example: lora-tool init reward > run.yaml",
 )
 @click.argument("method", type=click.Choice(list(METHODS)), metavar="METHOD")
 def command(method: str) -> None:

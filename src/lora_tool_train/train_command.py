@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lora_tool.cli.options import UserPath, json_option, quiet_option
+from lora_tool.cli.options import Sectioned, UserPath, json_option, quiet_option
 from lora_tool.cli.terminal import tell
 from lora_tool.core.errors import require_packages
 from lora_tool_train.methods import METHODS
@@ -16,6 +16,9 @@ PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
 
 @click.command(
     "train",
+    cls=Sectioned,
+    among="Training runs",
+    no_args_is_help=True,
     short_help="Train with TRL; stop runs that are bound to fail.",
     epilog="Example: lora-tool train reward --config run.yaml --learning_rate 1e-4 --dry-run",
     context_settings={"ignore_unknown_options": True},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -109,6 +110,48 @@ def test_an_option_is_set_by_the_environment(call: Caller, monkeypatch: pytest.M
     done = call("merge", "fixtures/reward-qwen2/adapter")
     assert done.code == 2
     assert "--rm means one label, but --num-labels is 3" in done.err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("MERGE_DTYPE", "float8", ("merge",)),  # which click converts
+        ("MERGE_NUM_LABELS", "3", ("merge", "--rm")),  # that contradicts what was typed
+        ("MERGE_IGNORE", "LT999", ("merge",)),  # which only the rules know
+        ("PUSH_REVISION", "a..b", ("push", ".", "me/x")),
+    ],
+)
+def test_a_bad_value_of_the_environment_is_said_to_be_from_there(
+    call: Caller, monkeypatch: pytest.MonkeyPatch, option: str, value: str, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv(f"LORA_TOOL_{option}", value)
+    done = call(*words)
+    assert done.code == 2
+    assert done.err.splitlines()[0].endswith(f" is set by the environment variable LORA_TOOL_{option}")
+    monkeypatch.delenv(f"LORA_TOOL_{option}")
+    assert "environment" not in call(words[0], "--dtype", "float8").err
+
+
+@pytest.mark.parametrize("words", [(), ("init",), ("train",), ("guard",), ("completion",)])
+def test_a_command_that_is_typed_alone_and_needs_more_shows_its_help(call: Caller, words: tuple[str, ...]) -> None:
+    done = call(*words)
+    assert done.code == 2
+    assert done.out == ""  # `eval "$(lora-tool completion)"`, `lora-tool init > run.yaml`
+    assert done.err == call(*words, "--help").out
+
+
+def test_help_has_the_options_that_most_calls_need_first_and_the_commands_on_a_screen(call: Caller) -> None:
+    first, *sections = re.findall(
+        r"^([A-Z][\w ]+):\n(.*?)(?=^[A-Z]|\Z)", call("merge", "--help").out, re.MULTILINE | re.DOTALL
+    )
+    assert re.findall(r"--[a-z-]+", first[1])[:4] == ["--output", "--base", "--dtype", "--rm"]
+    assert [name for name, _ in sections][-2:] == ["Workers and cluster", "What is printed"]
+    listed = call("--help").out
+    commands = listed[listed.index("Start here:") : listed.index("Help:")].splitlines()
+    assert len(commands) <= 24
+    assert max(map(len, listed.splitlines())) <= 80
+    assert list(all_commands())[:5] == ["validate", "merge", "verify", "ci", "push"]
+    assert listed.rstrip().splitlines()[-1].lstrip().startswith("141")
 
 
 def test_a_variable_that_sets_no_option_is_named(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from lora_tool.cli.options import (
     UserPath,
     config_option,
     json_option,
+    option_in,
     options_of,
     quiet_option,
     report_option,
@@ -29,6 +30,7 @@ from lora_tool.cli.push import pushed_to, repository
 from lora_tool.cli.reporting import ReportFile, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say
 from lora_tool.core.display import from_here, printable
+from lora_tool.core.options import Section
 from lora_tool.core.report.forms import Form
 from lora_tool.core.report.model import Report
 from lora_tool.hub.options import BranchOptions
@@ -46,7 +48,8 @@ from lora_tool.workflows.verify import PairOptions, read_given_pairs
 @click.argument("checkpoint", default=".", type=UserPath(), metavar="[CKPT]")
 @options_of(MergeOptions)
 @reward_option
-@click.option(
+@option_in(
+    Section.INPUT,
     "--each",
     is_flag=True,
     help="Run on every adapter under CKPT and every checkpoint of a run, each into OUTPUT/NAME; --pairs ranks them.",
@@ -54,7 +57,8 @@ from lora_tool.workflows.verify import PairOptions, read_given_pairs
 @options_of(PairOptions)
 @options_of(RankFileOptions)
 @click.option("--dry-run", is_flag=True, help="Validate and print what would be done, but write nothing.")
-@click.option(
+@option_in(
+    Section.HUB,
     "--push",
     type=repository,
     metavar="REPO",

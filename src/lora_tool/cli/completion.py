@@ -19,7 +19,7 @@ class _Fish(FishComplete):
     source_template = FishComplete.source_template.replace('string split ","', 'string split -m 1 ","')
 
 
-@click.command("completion", epilog="Example: lora-tool completion bash")
+@click.command("completion", no_args_is_help=True, epilog="Example: lora-tool completion bash")
 @click.argument("shell", type=click.Choice(list(_WHERE)))
 @click.pass_context
 def command(context: click.Context, shell: str) -> None:

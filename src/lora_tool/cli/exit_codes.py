@@ -14,12 +14,12 @@ NOBODY_READS = 141
 
 MEANINGS = {
     DONE: "done",
-    FINDINGS: "findings; for a training: it was refused or stopped, or its result is bad",
-    USAGE: "usage error, such as an unknown option or key; the closest one is suggested",
-    CANNOT: "an input cannot be read, or the request cannot be carried out; the message says which",
+    FINDINGS: "findings; of a training: it was refused, stopped, or its result is bad",
+    USAGE: "usage error, such as an unknown option; the closest one is suggested",
+    CANNOT: "an input cannot be read, or the request cannot be carried out",
     4: "the Hub refused",
     FAILED_CHECK: "the written output is wrong",
-    6: "conflict: the output exists already, or somebody else changed the repository",
+    6: "conflict: the output exists, or somebody else changed the repository",
     7: "network failure or overload: a retry may succeed",
     INTERRUPTED: "interrupted",
     NOBODY_READS: "the reader of the output closed the pipe, as in `… | head -1`",

@@ -10,51 +10,71 @@ import importlib
 import io
 import itertools
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 import click
+from click.core import ParameterSource
 
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, NOBODY_READS, exit_code
 from lora_tool.cli.terminal import leave_stdout, show_error, warn
 from lora_tool.core import doors
 from lora_tool.core.display import printable
-from lora_tool.core.errors import LoraToolError, of_system
+from lora_tool.core.errors import LoraToolError, WrongValue, of_system
 from lora_tool.core.progress import listener, reasons
 from lora_tool.core.version import __version__
 
-COMMANDS = {
-    "validate": "Check an adapter, model, checkpoint or run folder for errors.",
-    "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
-    "consolidate": "Reassemble rank files; rescue a reward head.",
-    "convert": "Rewrite an adapter in another format, bit for bit.",
-    "merge": "Merge an adapter into its base model.",
-    "combine": "Combine adapters into one weighted sum.",
-    "extract": "Extract an adapter from a fine-tuned model.",
-    "prepare": "Rewrite an adapter for a server, with the same ΔW.",
-    "resize": "Lower an adapter's ranks with the least loss.",
-    "verify": "Prove that a merged folder is its base plus its adapter.",
-    "push": "Publish an adapter or model on the Hugging Face Hub, in one commit.",
-    "ci": "Validate, consolidate, merge and verify a training output in one CI step.",
-    "diff": "Compare two adapters, or two models, module by module.",
-    "ls": "List checkpoints: step, metric, sizes, verdict.",
-    "prune": "Remove checkpoints that are neither the last nor the best.",
-    "rules": "List the rules of `validate`, or explain one.",
-    "env": "Print versions, for a bug report.",
-    "completion": "Print the completion script of a shell.",
+_LISTED = {
+    "Start here": {
+        "validate": "Check an adapter, model, checkpoint or run folder for errors.",
+        "merge": "Merge an adapter into its base model.",
+        "verify": "Prove that a merged folder is its base plus its adapter.",
+        "ci": "Validate, merge and verify what training left, as one CI step.",
+        "push": "Publish an adapter or model on the Hub, in one commit.",
+    },
+    "Training runs": {
+        "ls": "List checkpoints: step, metric, sizes, verdict.",
+        "prune": "Remove checkpoints that are neither the last nor the best.",
+        "consolidate": "Reassemble rank files; rescue a reward head.",
+    },
+    "Adapters": {
+        "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
+        "diff": "Compare two adapters, or two models, module by module.",
+        "convert": "Rewrite an adapter in another format, bit for bit.",
+        "prepare": "Rewrite an adapter for a server, with the same ΔW.",
+        "resize": "Lower an adapter's ranks with the least loss.",
+        "combine": "Combine adapters into one weighted sum.",
+        "extract": "Extract an adapter from a fine-tuned model.",
+    },
+    "Added": {},
+    "Help": {
+        "rules": "List the rules of `validate`, or explain one.",
+        "env": "Print versions, for a bug report.",
+        "completion": "Print the completion script of a shell.",
+    },
 }
-"""Command name → its line in `lora-tool --help`; the module of the same name is imported when it is called."""
+"""Heading in `lora-tool --help` → command name → its line; the module of that name is imported when it is called."""
+COMMANDS = {name: line for lines in _LISTED.values() for name, line in lines.items()}
 
 
 @functools.cache
+def listed_commands() -> dict[str, dict[str, str]]:
+    """Return the line of every command by its heading; warn once of one of another distribution that does not load."""
+    listed = {heading: dict(lines) for heading, lines in _LISTED.items()}
+    for name, other in doors.load_all(doors.COMMANDS, click.Command, warn).items():
+        if name not in COMMANDS:
+            heading = getattr(other, "among", "Added")
+            listed[heading if heading in listed else "Added"][name] = other.get_short_help_str(limit=_LINE)
+    return {heading: lines for heading, lines in listed.items() if lines}
+
+
 def all_commands() -> dict[str, str]:
-    """Return the line of every command, those of other distributions last; warn once of one that does not load."""
-    others = doors.load_all(doors.COMMANDS, click.Command, warn)
-    lines = {name: other.get_short_help_str(limit=_LINE) for name, other in others.items()}
-    return COMMANDS | {name: line for name, line in lines.items() if name not in COMMANDS}
+    """Return the line of every command, in the order of `lora-tool --help`."""
+    return {name: line for lines in listed_commands().values() for name, line in lines.items()}
 
 
 _STDERR = 2
@@ -75,10 +95,26 @@ class Formatter(click.HelpFormatter):
             super().write_text(text)
 
 
+class NoWords(click.UsageError):
+    """A command was typed alone that needs more: its help is shown, on stderr, as a script may read what it prints."""
+
+    def __init__(self, ctx: click.Context) -> None:
+        super().__init__(ctx.get_help(), ctx)
+
+
 class Context(click.Context):
-    """The context of every command."""
+    """The context of every command, which a usage error in the command's own code has, too."""
 
     formatter_class = Formatter
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if isinstance(error, click.UsageError) and error.ctx is None:
+            error.ctx = self
+        elif isinstance(error, WrongValue):
+            error.args = (_with_variables(self, str(error)),)
+        return super().__exit__(kind, error, trace)
 
 
 class LazyGroup(click.Group):
@@ -121,14 +157,28 @@ class LazyGroup(click.Group):
             if meant is None:
                 raise
             raise click.UsageError(f"{error.message} Did you mean {meant!r}?", ctx) from error
-        called, command, _ = resolved
+        called, command, words = resolved
         if called is not None and command is not None and not ctx.resilient_parsing:
+            if command.no_args_is_help and not words:
+                raise NoWords(Context(command, parent=ctx, info_name=called))
             _warn_of_variables(called, command)
         return resolved
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
-        with formatter.section("Commands"):
-            formatter.write_dl(list(all_commands().items()))
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            raise NoWords(ctx)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = [row for param in self.get_params(ctx) if (row := param.get_help_record(ctx)) is not None]
+        width = max(map(len, all_commands()))
+        for heading, lines in listed_commands().items():
+            with formatter.section(heading):
+                rows = [(name.ljust(width), line) for name, line in lines.items()]
+                formatter.write_dl([*rows, *(options if heading == "Help" else ())])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_epilog(ctx, formatter)
         with formatter.section("Exit codes"):
             formatter.write_dl([(str(code), meaning) for code, meaning in MEANINGS.items()])
 
@@ -199,7 +249,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         code = INTERRUPTED
     except click.ClickException as error:
         code = error.exit_code
-        show_error(_of_usage(error), code, as_json=as_json)
+        _show_usage(error, as_json=as_json)
     except LoraToolError as error:
         code = exit_code(error)
         show_error(error, code, as_json=as_json)
@@ -222,16 +272,36 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _show_usage(error: click.ClickException, *, as_json: bool) -> None:
+    if isinstance(error, NoWords):
+        click.echo(error.message, err=True)
+    else:
+        show_error(_of_usage(error), error.exit_code, as_json=as_json)
+
+
 def _of_usage(error: click.ClickException) -> LoraToolError:
     context = getattr(error, "ctx", None)
     hint = f"{context.command_path} --help" if context is not None else None
     if not isinstance(error, click.NoSuchOption):
-        return LoraToolError(error.format_message(), hint=hint)
+        message = error.format_message()
+        return LoraToolError(message if context is None else _with_variables(context, message), hint=hint)
     from lora_tool.core.choices import closest  # only for mistakes
 
     # closer than click asks: what only rhymes, as --base with --verbose, was not meant
     meant = closest(error.option_name, error.possibilities or (), likeness=0.75)
     return LoraToolError(error.message, hint=f"did you mean {meant}?" if meant else hint)
+
+
+def _with_variables(context: click.Context, message: str) -> str:
+    """Return the message with the environment variables that set what it names, an option or its value."""
+    words = set(re.findall(r"--[a-z][a-z-]*", message))
+    for param in context.command.params:
+        from_environment = context.get_parameter_source(param.name or "") is ParameterSource.ENVIRONMENT
+        if from_environment and str(param.envvar) not in message:
+            value = os.environ.get(str(param.envvar), "")
+            if words & {*param.opts, *param.secondary_opts} or repr(value) in message:
+                message = f"{message.rstrip('.')}; {param.opts[-1]} is set by the environment variable {param.envvar}"
+    return message
 
 
 def _of_limits(error: MemoryError | RuntimeError) -> LoraToolError:

@@ -8,8 +8,9 @@ import click
 
 from lora_tool.cli.configuration import Configured, configured, rule_choice
 from lora_tool.cli.exit_codes import DONE
-from lora_tool.cli.options import FolderOrId, config_option, options_of, reward_option, typed_as, typed_task
+from lora_tool.cli.options import FolderOrId, config_option, option_in, options_of, reward_option, typed_as, typed_task
 from lora_tool.cli.writing import caller, part_option, run_options
+from lora_tool.core.options import Section
 from lora_tool.plans.merge.options import MergeArguments
 
 
@@ -17,7 +18,7 @@ from lora_tool.plans.merge.options import MergeArguments
 @click.argument("adapters", nargs=-1, type=FolderOrId(), metavar="[ADAPTER[=WEIGHT]]...")
 @options_of(MergeArguments)
 @reward_option
-@click.option("--each", is_flag=True, help="Merge every adapter on its own, into OUTPUT/NAME.")
+@option_in(Section.INPUT, "--each", is_flag=True, help="Merge every adapter on its own, into OUTPUT/NAME.")
 @part_option
 @config_option
 @run_options

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from click.shell_completion import CompletionItem
 from lora_tool.core.choices import Choice, above_zero, codes, count, flag, fraction, positive, proportion
 from lora_tool.core.display import as_options, duration, printable
 from lora_tool.core.errors import WrongValue
-from lora_tool.core.options import Option, Options, declared, on_command_line
+from lora_tool.core.options import Option, Options, Section, declared, on_command_line, sections
 from lora_tool.core.progress import reasons
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
@@ -72,6 +73,39 @@ def rule_codes(_ctx: click.Context, _param: click.Parameter, incomplete: str) ->
     return [CompletionItem(f"{before}{comma}{code}", help=title) for code, title in known]
 
 
+class Placed(click.Option):
+    """An option that knows its section in the help of a command."""
+
+    def __init__(self, *spelling: Any, section: Section = Section.FIRST, **how: Any) -> None:
+        super().__init__(*spelling, **how)
+        self.section = section
+
+
+def option_in(section: Section, *spelling: str, **how: Any) -> Callable[[Decorated], Decorated]:
+    """Add an option, as `click.option` does, to a section of the help."""
+    return click.option(*spelling, cls=Placed, section=section, **how)
+
+
+class Sectioned(click.Command):
+    """A command whose help has its options in sections; `among` is the heading over it in the list of all commands."""
+
+    def __init__(self, *spelling: Any, among: str = "Added", **how: Any) -> None:
+        super().__init__(*spelling, **how)
+        self.among = among
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, those of each section together."""
+        rows: dict[Section, list[tuple[str, str]]] = {section: [] for section in Section}
+        for param in self.get_params(ctx):
+            row = param.get_help_record(ctx)
+            if row is not None and isinstance(param, click.Option):
+                rows[getattr(param, "section", Section.FIRST)].append(row)
+        for section, found in rows.items():
+            if found:
+                with formatter.section(section.value):
+                    formatter.write_dl(found)
+
+
 def in_order(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated], Decorated]:
     """Add all the options; help lists them in this order."""
 
@@ -85,7 +119,8 @@ def in_order(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated]
 
 def plot_option(help_text: str) -> Callable[[Decorated], Decorated]:
     """Add ``--plot``; the `help_text` says what is drawn."""
-    return click.option("--plot", type=PicturePath(), metavar="FILE", help=f"{help_text}: .png, .svg, .pdf or .html.")
+    shapes = f"{help_text}: .png, .svg, .pdf or .html."
+    return option_in(Section.PRINTED, "--plot", type=PicturePath(), metavar="FILE", help=shapes)
 
 
 def say_drawn(path: Path) -> None:
@@ -95,7 +130,7 @@ def say_drawn(path: Path) -> None:
 
 def quiet_option(help_text: str) -> Callable[[Decorated], Decorated]:
     """Add ``-q``; the `help_text` says what the command still prints."""
-    return click.option("-q", "--quiet", is_flag=True, help=help_text)
+    return option_in(Section.PRINTED, "-q", "--quiet", is_flag=True, help=help_text)
 
 
 def _hear(_ctx: click.Context, _param: click.Parameter, value: bool) -> None:  # noqa: FBT001 - click's signature
@@ -113,7 +148,8 @@ def _hear(_ctx: click.Context, _param: click.Parameter, value: bool) -> None:  #
     reasons.set(say)
 
 
-verbose_option = click.option(
+verbose_option = option_in(
+    Section.PRINTED,
     "-v",
     "--verbose",
     is_flag=True,
@@ -124,9 +160,10 @@ verbose_option = click.option(
 )
 
 
-def codes_option(name: str, help_text: str) -> Callable[[Decorated], Decorated]:
+def codes_option(section: Section, name: str, help_text: str) -> Callable[[Decorated], Decorated]:
     """Add an option of codes with commas between them, which may be given again; the command gets one tuple of all."""
-    return click.option(
+    return option_in(
+        section,
         name,
         type=_comma_list,
         metavar="CODES",
@@ -145,28 +182,32 @@ def _comma_list(value: str) -> tuple[str, ...]:
     return entries
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-config_option = click.option(
+json_option = option_in(Section.PRINTED, "--json", "as_json", is_flag=True, help="Print the result as JSON.")
+config_option = option_in(
+    Section.INPUT,
     "--config",
     "config_file",
     type=UserPath(dir_okay=False),
     help="Configuration.  [default: lora-tool.toml or [tool.lora-tool] in pyproject.toml, here or above]",
 )
-fail_on_option = click.option(
+fail_on_option = option_in(
+    Section.CHECKS,
     "--fail-on",
     type=click.Choice([Severity.ERROR.value, Severity.WARNING.value]),
     default=Severity.ERROR.value,
     show_default=True,
     help="Fail on findings of this severity or worse.",
 )
-report_option = click.option(
+report_option = option_in(
+    Section.PRINTED,
     "--report",
     "reports",
     metavar="FORMAT=FILE",
     multiple=True,
     help="Also write the report to a file: junit=report.xml. May be repeated; weights are read only once.",
 )
-format_option = click.option(
+format_option = option_in(
+    Section.PRINTED,
     "--format",
     "form",
     type=click.Choice([form.value for form in Form]),
@@ -178,7 +219,7 @@ LONG = 5.0
 """Seconds from which on somebody has waited, and wants to know how long."""
 
 
-class Timed(click.Command):
+class Timed(Sectioned):
     """A command that says on stderr how long it took, where that was long and it may say something."""
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's signature
@@ -230,7 +271,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]
 
 def options_of(kind: type[Options]) -> Callable[[Decorated], Decorated]:
     """Add the declared options, in their order."""
-    known = declared(kind)
+    known, places = declared(kind), sections(kind)
     spelled = {name: _spelled(name, how) for name, (how, _) in known.items()}
 
     def help_of(how: Option) -> str:
@@ -238,7 +279,11 @@ def options_of(kind: type[Options]) -> Callable[[Decorated], Decorated]:
         return as_options(named)
 
     return in_order(
-        *(_option(name, how, default, help_of(how)) for name, (how, default) in known.items() if not how.library_only)
+        *(
+            _option(places[name], name, how, default, help_of(how))
+            for name, (how, default) in known.items()
+            if not how.library_only
+        )
     )
 
 
@@ -274,20 +319,21 @@ def _spelled(name: str, how: Option) -> str:
     return f"--{(how.name or name).replace('_', '-')}"
 
 
-def _option(name: str, how: Option, default: Any, text: str) -> Callable[[Decorated], Decorated]:  # noqa: ANN401
+def _option(section: Section, name: str, how: Option, default: Any, text: str) -> Callable[[Decorated], Decorated]:  # noqa: ANN401
     typed = _spelled(name, how)
     spelling: dict[str, Any] = {"help": text, "metavar": how.metavar}
+    add = partial(option_in, section)
     if how.parse is flag:
         both = typed if how.off is None else f"{typed}/--{how.off}"
         shown = how.off is not None and default is not None
-        return click.option(both, name, default=default, show_default=shown, is_flag=True, **spelling)
+        return add(both, name, default=default, show_default=shown, is_flag=True, **spelling)
     if how.parse is codes:
-        return codes_option(typed, text)
+        return codes_option(section, typed, text)
     spelling |= {"type": _type(how), "multiple": how.many}
     if default is MISSING:
-        return click.option(*how.short, typed, name, required=True, **spelling)
+        return add(*how.short, typed, name, required=True, **spelling)
     given = None if default is None or how.many else str(default)
-    return click.option(*how.short, typed, name, default=given, show_default=given is not None, **spelling)
+    return add(*how.short, typed, name, default=given, show_default=given is not None, **spelling)
 
 
 def _type(how: Option) -> Any:  # noqa: ANN401 - a type of click, or a function

@@ -14,10 +14,12 @@ from lora_tool.cli.configuration import Configuration, configuration, rule_choic
 from lora_tool.cli.exit_codes import DONE, FINDINGS, exit_code
 from lora_tool.cli.options import (
     FolderOrId,
+    Sectioned,
     config_option,
     fail_on_option,
     format_option,
     json_option,
+    option_in,
     options_of,
     quiet_option,
     report_option,
@@ -27,6 +29,7 @@ from lora_tool.cli.options import (
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, show_error, wants_colour
 from lora_tool.core.display import as_cell, as_options, counted, json_data, json_text, printable
+from lora_tool.core.options import Section
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
 from lora_tool.core.report.model import Report, joined
@@ -40,12 +43,13 @@ _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 """How the lines of a diff begin → the colour."""
 
 
-@click.command("validate", epilog="Example: lora-tool validate fixtures/reward-qwen2/adapter --rm")
+@click.command("validate", cls=Sectioned, epilog="Example: lora-tool validate fixtures/reward-qwen2/adapter --rm")
 @click.argument("paths", nargs=-1, type=FolderOrId(), metavar="[PATH]...")
 @options_of(ValidateEachOptions)
 @click.option("--rm", "reward", is_flag=True, help="Expect a reward model: a head with one label.")
 @fail_on_option
-@click.option(
+@option_in(
+    Section.CHECKS,
     "--strict",
     is_flag=True,
     help="Read all weights, and also exit with 1 for warnings and for rules that could not run.",

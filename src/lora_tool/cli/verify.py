@@ -16,6 +16,7 @@ from lora_tool.cli.options import (
     fail_on_option,
     format_option,
     json_option,
+    option_in,
     options_of,
     plot_option,
     quiet_option,
@@ -26,6 +27,7 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, wants_colour
+from lora_tool.core.options import Section
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
 from lora_tool.verification.verified import Level
@@ -39,11 +41,11 @@ if TYPE_CHECKING:
 @click.command("verify", cls=Configured, epilog="Example: lora-tool verify my-reward-model/")
 @click.argument("merged", nargs=-1, required=True, type=UserPath(), metavar="MERGED...")
 @options_of(VerifyOptions)
-@click.option("--sample", is_flag=True, help="Compare samples of every tensor instead of every value.")
+@option_in(Section.CHECKS, "--sample", is_flag=True, help="Compare samples of every tensor instead of every value.")
 @plot_option("Draw the margins of --pairs")
-@click.option("--tensors", is_flag=True, help="Print a line for each tensor.")
+@option_in(Section.PRINTED, "--tensors", is_flag=True, help="Print a line for each tensor.")
 @fail_on_option
-@click.option("--strict", is_flag=True, help="Also fail on warnings and on what could not be checked.")
+@option_in(Section.CHECKS, "--strict", is_flag=True, help="Also fail on warnings and on what could not be checked.")
 @format_option
 @report_option
 @config_option

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lora_tool.cli.options import Parsed, in_order, quiet_option, verbose_option
+from lora_tool.cli.options import Parsed, in_order, option_in, quiet_option, verbose_option
 from lora_tool.cli.terminal import progress_bar, say, show_findings, wants_colour, warn
 from lora_tool.core.display import json_text, printable
+from lora_tool.core.options import Section
 from lora_tool.core.share import share
 from lora_tool.workflows.caller import Caller, Done
 from lora_tool.workflows.written import Planned, Written, intent
@@ -26,13 +27,14 @@ _PLAN_LEVELS = 4
 
 run_options = in_order(
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
-    click.option("--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON."),
+    option_in(Section.PRINTED, "--json", "as_json", is_flag=True, help="Print the result, or the plan, as JSON."),
     quiet_option("No progress bar and no summary."),
     verbose_option,
 )
 """How one run of a command that writes weights is shown: what `caller` reads."""
 
-part_option = click.option(
+part_option = option_in(
+    Section.WORKERS,
     "--part",
     type=Parsed(share),
     metavar="I/N",

@@ -34,6 +34,23 @@ class Recorded(enum.Enum):
     """What the plan decided where the option left it open; the plan records that itself."""
 
 
+@enum.unique
+class Section(str, enum.Enum):
+    """Where an option stands in the help of a command, in this order."""
+
+    FIRST = "Options"
+    """What most calls need."""
+    INPUT = "Input"
+    MODEL = "Model"
+    ARITHMETIC = "Arithmetic"
+    QUANTISED = "Quantised base"
+    CHECKS = "Checks"
+    OUTPUT = "Output"
+    WORKERS = "Workers and cluster"
+    HUB = "Hub"
+    PRINTED = "What is printed"
+
+
 class Option(Struct, frozen=True, kw_only=True):
     """One option: its effect, in a sentence, its spelling on a command line, and how a manifest keeps it.
 
@@ -71,6 +88,8 @@ class Options:
 
     common: ClassVar[bool] = False
     """Whether the class declares what several use cases share; such options are listed last."""
+    section: ClassVar[Section] = Section.FIRST
+    """Where help has the options that the class itself declares."""
 
     def __post_init__(self) -> None:
         for name, (how, _) in declared(type(self)).items():
@@ -92,6 +111,14 @@ def declared(options: type[Options]) -> dict[str, tuple[Option, object]]:
             common |= vars(kind)["__annotations__"].keys()
     in_order = sorted(fields(options), key=lambda each: each.name in common)
     return {each.name: (each.metadata["option"], each.default) for each in in_order}
+
+
+def sections(options: type[Options]) -> dict[str, Section]:
+    """Return where help has each option, by the name of its field: as the class says that declared it first."""
+    found: dict[str, Section] = {}
+    for kind in options.__mro__:
+        found |= dict.fromkeys(vars(kind).get("__annotations__", ()), vars(kind).get("section", Section.FIRST))
+    return found
 
 
 def on_command_line(options: type[Options]) -> dict[str, tuple[Option, object]]:

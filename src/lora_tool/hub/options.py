@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lora_tool.core.choices import Choice, flag
 from lora_tool.core.errors import WrongValue
 from lora_tool.core.hub_names import require_ref_name
-from lora_tool.core.options import Options, option
+from lora_tool.core.options import Options, Section, option
 from lora_tool.plans.core.options import RuleOptions
 
 MAIN = "main"
@@ -35,6 +35,8 @@ class Readme(Choice):
 @dataclass(frozen=True, kw_only=True)
 class BranchOptions(Options):
     """How a repository is created, and which branch gets the commit. Raises `WrongValue` for a name that git refuses."""
+
+    section = Section.HUB
 
     private: bool | None = option(
         None,

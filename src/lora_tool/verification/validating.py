@@ -10,16 +10,17 @@ from msgspec import Struct
 
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, RunDir, ShardedDir, open_checkpoint
 from lora_tool.checkpoints.sources import Reference, opened, opened_adapter, opened_model
-from lora_tool.core.choices import assert_never, codes, flag, positive
+from lora_tool.core.choices import assert_never, flag, positive
 from lora_tool.core.errors import LoraToolError, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.core.hub_names import ANYWHERE
-from lora_tool.core.options import Options, called_with, option
+from lora_tool.core.options import called_with, option
 from lora_tool.core.progress import Progress, Watch, decided
 from lora_tool.core.report import Report
 from lora_tool.core.report.model import joined
 from lora_tool.formats.files import inside
 from lora_tool.models.mapping.class_tensors import class_tensors
 from lora_tool.plans.base.task import Task
+from lora_tool.plans.core.options import SelectOptions
 from lora_tool.rules.bases import named_base
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.engine.subjects import ModelSubject, RunSubject
@@ -46,7 +47,7 @@ _READS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ValidateOptions(Options):
+class ValidateOptions(SelectOptions):
     """How a checkpoint is judged, and with what it is compared."""
 
     base: Reference | None = option(
@@ -80,8 +81,6 @@ class ValidateOptions(Options):
         name="for",
         many=True,
     )
-    select: Iterable[str] = option((), "Run only these rules: LT206, or LT2 for all LT2xx.", parse=codes)
-    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
     checkpoints: bool = option(
         default=False, text="Judge the checkpoints beside finished weights, too.", parse=flag, library_only=True
     )

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from lora_tool.adapters.weighted import all_weighted, place_of
 from lora_tool.checkpoints.sources import Reference, opened_adapter
-from lora_tool.core.choices import codes
 from lora_tool.core.hub_names import ANYWHERE
 from lora_tool.core.options import option
-from lora_tool.plans.core.options import OUTPUT, RankOptions, ResumableOptions
+from lora_tool.plans.core.options import OUTPUT, IgnoreOptions, RankOptions, ResumableOptions
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, require_apart, require_output
 
 
 @dataclass(frozen=True, kw_only=True)
-class CombineOptions(ResumableOptions, RankOptions):
+class CombineOptions(ResumableOptions, IgnoreOptions, RankOptions):
     """The options of a combination of adapters."""
 
     out: str | os.PathLike[str] = option(MISSING, "Folder to write.", **OUTPUT)
@@ -31,7 +30,6 @@ class CombineOptions(ResumableOptions, RankOptions):
     base: Reference | None = option(
         None, f"Base model of all adapters: {ANYWHERE}.  [default: the one in their configs]", metavar="MODEL"
     )
-    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
 
 
 def combine(adapters: Reference | Sequence[Reference], options: CombineOptions, caller: Caller = LIBRARY) -> Done:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,14 +11,14 @@ from typing import TYPE_CHECKING
 from lora_tool.adapters.view import view_of
 from lora_tool.checkpoints import AdapterDir
 from lora_tool.checkpoints.sources import Reference, opened_adapter
-from lora_tool.core.choices import codes, flag, positive
+from lora_tool.core.choices import flag, positive
 from lora_tool.core.errors import UnsupportedAdapter, WrongValue
 from lora_tool.core.hub_names import ANYWHERE
 from lora_tool.core.options import option
 from lora_tool.core.tensors import DType
 from lora_tool.models.ends import head_of
 from lora_tool.plans.base.task import Task
-from lora_tool.plans.core.options import FLOAT_DTYPE, OUTPUT, ResumableOptions
+from lora_tool.plans.core.options import FLOAT_DTYPE, OUTPUT, IgnoreOptions, ResumableOptions
 from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.serving.named import server_named
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrepareOptions(ResumableOptions):
+class PrepareOptions(ResumableOptions, IgnoreOptions):
     """The options of an adapter for a server."""
 
     out: str | os.PathLike[str] = option(MISSING, "Folder to write.", **OUTPUT)
@@ -48,7 +47,6 @@ class PrepareOptions(ResumableOptions):
     dtype: DType | str | None = option(
         None, "Data type of the factors.  [default: float32; unchanged if the result is exact]", **FLOAT_DTYPE
     )
-    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
 
 
 def prepare(adapter: Reference, server: str, options: PrepareOptions, caller: Caller = LIBRARY) -> Done:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from lora_tool.checkpoints.sources import Reference, opened_adapter
-from lora_tool.core.choices import codes
 from lora_tool.core.errors import WrongValue
 from lora_tool.core.options import option
-from lora_tool.plans.core.options import OUTPUT, RankOptions, ResumableOptions
+from lora_tool.plans.core.options import OUTPUT, IgnoreOptions, RankOptions, ResumableOptions
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, require_apart, require_output
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResizeOptions(ResumableOptions, RankOptions):
+class ResizeOptions(ResumableOptions, IgnoreOptions, RankOptions):
     """The options of an adapter of lower ranks. Raises `WrongValue` unless the ranks are given in one way."""
 
     out: str | os.PathLike[str] = option(MISSING, "Folder to write.", **OUTPUT)
-    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
 
     def __post_init__(self) -> None:
         super().__post_init__()

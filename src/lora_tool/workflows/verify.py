@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -13,12 +13,12 @@ from msgspec import Struct
 
 from lora_tool.checkpoints import ModelDir, open_model
 from lora_tool.checkpoints.sources import Reference, opened_model
-from lora_tool.core.choices import codes, flag, positive, proportion
+from lora_tool.core.choices import flag, proportion
 from lora_tool.core.errors import LoraToolError, WrongValue, of_system, require_packages
 from lora_tool.core.hub_names import ANYWHERE
-from lora_tool.core.options import Options, option
+from lora_tool.core.options import Options, Section, option
 from lora_tool.core.report.model import Report, Unread
-from lora_tool.plans.core.options import SpreadOptions, WatchedOptions
+from lora_tool.plans.core.options import JobsOptions, SelectOptions, SpreadOptions
 from lora_tool.verification.text import Verification
 from lora_tool.verification.verified import Level
 from lora_tool.workflows.caller import LIBRARY, Caller
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class PairOptions(Options):
     """Pairs of texts that a reward model ranks, and how well it must. Raises `WrongValue` for a share of no pairs."""
+
+    section = Section.CHECKS
 
     pairs: str | os.PathLike[str] | None = option(
         None,
@@ -62,7 +64,7 @@ def read_given_pairs(options: PairOptions) -> Pairs | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions(WatchedOptions, SpreadOptions, PairOptions):
+class VerifyOptions(JobsOptions, SelectOptions, SpreadOptions, PairOptions):
     """The options of a verification. Raises `WrongValue` for prompts that nothing is asked."""
 
     adapters: Sequence[Reference] = option(
@@ -90,9 +92,6 @@ class VerifyOptions(WatchedOptions, SpreadOptions, PairOptions):
         metavar="FILE",
         existing=True,
     )
-    select: Iterable[str] = option((), "Run only these rules: LT206, or LT2 for all LT2xx.", parse=codes)
-    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
-    jobs: int | None = option(None, "Number of workers.  [default: one per core; 2 for factors]", parse=positive)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -22,7 +22,7 @@ from lora_tool.core import keys
 from lora_tool.core.choices import Choice, above_zero, codes, number_of_bytes
 from lora_tool.core.display import counted
 from lora_tool.core.errors import BrokenFile, Problem, UnsupportedCheckpoint
-from lora_tool.core.options import Options, option
+from lora_tool.core.options import Options, Section, option
 from lora_tool.core.progress import decided
 from lora_tool.core.report import Severity
 from lora_tool.core.report.model import refuse_errors
@@ -33,7 +33,7 @@ from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.plans.consolidate.extract_adapter import Selection, select_adapter
 from lora_tool.plans.consolidate.rebuilt_config import FoundConfig, adapter_config_of
 from lora_tool.plans.core.ops import Precision, copied_as
-from lora_tool.plans.core.options import FLOAT_DTYPE, SHARD_SIZE
+from lora_tool.plans.core.options import FLOAT_DTYPE, SHARD_SIZE, IgnoreOptions
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import (
     DEFAULT_MAX_SHARD_BYTES,
@@ -70,6 +70,8 @@ class What(Choice):
 class RankFileOptions(Options):
     """What rank files do not say themselves."""
 
+    section = Section.INPUT
+
     tag: str | None = option(
         None,
         "Saved step to use, such as global_step500, or which module, if several were saved together, such as critic.  "
@@ -90,7 +92,7 @@ class RankFileOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateOptions(RankFileOptions):
+class StateOptions(IgnoreOptions, RankFileOptions):
     """The options of `plan_consolidate`: what is written. Raises `WrongValue` for a bad value."""
 
     what: What | str = option(

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 from lora_tool.core.choices import codes, flag, fraction, number_of_bytes, positive, wrong_value
 from lora_tool.core.engines import LOCAL, Spread, engine_name
-from lora_tool.core.options import Options, option
+from lora_tool.core.options import Options, Section, option
 from lora_tool.core.progress import StageWatch
 from lora_tool.core.report.findings import Severity
-from lora_tool.core.tensors import DType, float_type
+from lora_tool.core.tensors import FLOAT_NAMES, DType, float_type
 
 
 def severity(given: object) -> Severity:
@@ -23,7 +23,7 @@ def severity(given: object) -> Severity:
 
 OUTPUT: Mapping[str, Any] = {"name": "output", "short": ("-o",), "metavar": "PATH"}
 """The spelling of the folder that is written."""
-FLOAT_DTYPE: Mapping[str, Any] = {"parse": float_type, "metavar": "[bfloat16|float16|float32]"}
+FLOAT_DTYPE: Mapping[str, Any] = {"parse": float_type, "metavar": f"[{'|'.join(FLOAT_NAMES.values())}]"}
 """The spelling of a data type of weights."""
 SHARD_SIZE: Mapping[str, Any] = {"parse": number_of_bytes, "metavar": "SIZE"}
 """The spelling of the maximum size of a weights file."""
@@ -44,12 +44,22 @@ class WatchedOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkOptions(WatchedOptions):
+class JobsOptions(WatchedOptions):
+    """How much of this machine works."""
+
+    common: ClassVar[bool] = True
+    section = Section.WORKERS
+
+    jobs: int | None = option(None, "Number of workers.  [default: one per core; 2 for factors]", parse=positive)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkOptions(JobsOptions):
     """How a folder is written."""
 
     common: ClassVar[bool] = True
+    section = Section.OUTPUT
 
-    jobs: int | None = option(None, "Number of workers.  [default: one per core; 2 for factors]", parse=positive)
     overwrite: bool = option(
         default=False, text="Replace an existing output of lora-tool once the new one is complete.", parse=flag
     )
@@ -60,6 +70,7 @@ class WritingOptions(WorkOptions):
     """How a folder is written and read back."""
 
     common: ClassVar[bool] = True
+    section = Section.CHECKS
 
     verify: bool = option(
         default=True,
@@ -74,6 +85,7 @@ class ResumableOptions(WritingOptions):
     """How a folder is written and read back, where a killed run can be resumed."""
 
     common: ClassVar[bool] = True
+    section = Section.OUTPUT
 
     resume: bool = option(
         default=False, text="Reuse what a killed run finished; leave a finished output as it is.", parse=flag
@@ -81,13 +93,32 @@ class ResumableOptions(WritingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuleOptions(Options):
+class IgnoreOptions(Options):
+    """Which rules do not run."""
+
+    common: ClassVar[bool] = True
+    section = Section.CHECKS
+
+    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectOptions(IgnoreOptions):
+    """Which rules run."""
+
+    common: ClassVar[bool] = True
+    section = Section.CHECKS
+
+    select: Iterable[str] = option((), "Run only these rules: LT206, or LT2 for all LT2xx.", parse=codes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleOptions(SelectOptions):
     """Which rules run, and from which severity on their findings fail."""
 
     common: ClassVar[bool] = True
+    section = Section.CHECKS
 
-    select: Iterable[str] = option((), "Run only these rules: LT206, or LT2 for all LT2xx.", parse=codes)
-    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
     fail_on: Severity | str = option(
         Severity.ERROR, "Fail on findings of this severity or worse.", parse=severity, metavar="[error|warning]"
     )
@@ -98,6 +129,7 @@ class SpreadOptions(Options):
     """Where the work is done. Raises `WrongValue` for an address or workers of this machine."""
 
     common: ClassVar[bool] = True
+    section = Section.WORKERS
 
     engine: str = option(
         LOCAL,

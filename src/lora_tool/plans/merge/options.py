@@ -14,7 +14,7 @@ from typing import Any
 from lora_tool.checkpoints.sources import Reference
 from lora_tool.core.choices import flag
 from lora_tool.core.hub_names import ANYWHERE
-from lora_tool.core.options import Options, option
+from lora_tool.core.options import Options, Section, option
 from lora_tool.plans.core.options import OUTPUT, ResumableOptions, RuleOptions, SpreadOptions, WorkOptions
 from lora_tool.plans.merge.passes.base_as import BaseAs
 from lora_tool.plans.merge.passes.deltas import Deltas
@@ -48,6 +48,8 @@ class _Places(Options):
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions(SpreadOptions, WorkOptions, PlanOptions, _Places):
     """The options of a merge, for the library, the commands and run.yaml. Raises `WrongValue` for a bad value."""
+
+    section = Section.ARITHMETIC
 
     allow_in_memory: bool = option(
         default=False, text="Let PEFT merge what only PEFT can, with the whole model in memory.", parse=flag

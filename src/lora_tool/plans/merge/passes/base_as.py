@@ -12,7 +12,7 @@ from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.core.display import counted
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import split_layer
-from lora_tool.core.options import Options, Recorded, option
+from lora_tool.core.options import Options, Recorded, Section, option
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.quantised.encodings import RoundedAs, encoding_of
 from lora_tool.formats.quantised.four_bits import TrainedAs
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class BaseAs(Options):
     """The option of this pass."""
+
+    section = Section.QUANTISED
 
     base_as: TrainedAs | str | None = option(
         None,

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from lora_tool.adapters.view import view_of
 from lora_tool.core.choices import flag
 from lora_tool.core.errors import UnsupportedAdapter
-from lora_tool.core.options import Options, Recorded, option
+from lora_tool.core.options import Options, Recorded, Section, option
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.models.ends import end_names
 from lora_tool.plans.adapter.combine import Adapted, adapter_modules, join, require_saved_in_first, without_delta
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Deltas(Options):
     """The options of this pass."""
+
+    section = Section.ARITHMETIC
 
     precision: Precision | str = option(
         Precision.FLOAT32,

@@ -16,7 +16,7 @@ from lora_tool.adapters.targeting import add_the_same, saved_as_one
 from lora_tool.checkpoints import ModelDir
 from lora_tool.core.choices import flag
 from lora_tool.core.errors import UnsupportedAdapter
-from lora_tool.core.options import Options, Recorded, option
+from lora_tool.core.options import Options, Recorded, Section, option
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.stored import same_values
@@ -38,6 +38,8 @@ def has_untied(merged: ModelDir, base: ModelDir) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class Untie(Options):
     """The option of this pass."""
+
+    section = Section.MODEL
 
     untie: bool = option(
         default=False,

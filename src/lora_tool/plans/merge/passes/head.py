@@ -12,7 +12,7 @@ from lora_tool.adapters.support import WITH_PEFT
 from lora_tool.core.choices import positive
 from lora_tool.core.display import counted
 from lora_tool.core.errors import UnsupportedAdapter, WrongValue
-from lora_tool.core.options import Options, Recorded, option
+from lora_tool.core.options import Options, Recorded, Section, option
 from lora_tool.core.progress import decided
 from lora_tool.models.ends import last_weights
 from lora_tool.plans.base.task import CLASSIFIERS, Task
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ForTask(Options):
     """The options of this pass."""
+
+    section = Section.MODEL
 
     task: Task | str = option(
         Task.AUTO,

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.core.choices import number_of_bytes
-from lora_tool.core.options import Options, option
+from lora_tool.core.options import Options, Section, option
 from lora_tool.models.ends import LANGUAGE_MODELS
 from lora_tool.plans.base.module_files import module_files
 from lora_tool.plans.base.side_files import (
@@ -42,6 +42,8 @@ from lora_tool.plans.merge.draft import Draft
 @dataclass(frozen=True, kw_only=True)
 class Shards(Options):
     """The option of this pass."""
+
+    section = Section.OUTPUT
 
     max_shard_size: int | str | None = option(
         None, "Maximum size of a weights file.  [default: files as in the base]", **SHARD_SIZE

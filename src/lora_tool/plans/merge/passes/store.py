@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from lora_tool.checkpoints.quantised import in_full_precision
 from lora_tool.checkpoints.sources import source_of
 from lora_tool.core.choices import flag
-from lora_tool.core.options import Options, Recorded, option
+from lora_tool.core.options import Options, Recorded, Section, option
 from lora_tool.plans.merge.storages import Storage
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ def storage_of(merged: ModelDir, base: ModelDir) -> Storage:
 @dataclass(frozen=True, kw_only=True)
 class Store(Options):
     """The options of this pass."""
+
+    section = Section.QUANTISED
 
     store: Storage | str | None = option(
         None,

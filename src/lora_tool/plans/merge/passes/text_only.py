@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from lora_tool.core.choices import flag
-from lora_tool.core.options import Options, Recorded, option
+from lora_tool.core.options import Options, Recorded, Section, option
 
 if TYPE_CHECKING:
     from lora_tool.checkpoints import ModelDir
@@ -26,6 +26,8 @@ def is_text_of(merged: ModelDir, base: ModelDir) -> bool:
 @dataclass(frozen=True, kw_only=True)
 class TextOnly(Options):
     """The option of this pass."""
+
+    section = Section.MODEL
 
     text_only: bool = option(
         default=False,
