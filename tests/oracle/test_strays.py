@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from lora_tool import plan_merge
+from lora_tool import plan_merge, verify
 from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 from lora_tool.core.errors import FindingsFound, UnsupportedAdapter
 from lora_tool.core.tensors import TensorAction
 from lora_tool.plans.merge.model import reading
+from tests.judging import judge, lines
 from tests.oracle.peft_merge import (
     Table,
+    changed,
     layout,
     load_model,
     merge_with_ours,
@@ -109,6 +111,43 @@ def test_what_the_model_has_no_place_for_is_left_out_and_told(name: str, tmp_pat
         dropped = {item["name"]: item["reason"] for item in manifest["leftovers"] if item["fate"] == "dropped"}
         assert strays <= dropped.keys()
         assert all("never loads" in dropped[stray] or "leaves it out too" in dropped[stray] for stray in strays)
+
+
+def mtp_layer(table: Table) -> None:
+    layer_too_many(table)
+    table["model.layers.2.embed_tokens.weight"] = table["model.embed_tokens.weight"].clone()
+
+
+def mtp_module(table: Table) -> None:
+    table["mtp.fc.weight"] = torch.ones(32, 64)
+    table["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.ones(2, 8, 32)
+
+
+FURTHER: dict[str, tuple[str, Task, Change, str]] = {
+    "glm": ("glm4_moe", "causal-lm", mtp_layer, "num_nextn_predict_layers"),
+    "deepseek-classifier": ("deepseek_v3", "seq-cls", mtp_layer, "num_mtp_layers"),
+    "qwen3.5": ("qwen3_5_text", "causal-lm", mtp_module, "mtp_num_hidden_layers"),
+    "of-a-plain-model": ("qwen2", "causal-lm", mtp_layer, "num_nextn_predict_layers"),
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_layers_that_predict_further_tokens_stay_while_the_config_counts_them(name: str, tmp_path: Path) -> None:
+    model_type, task, change, field = FURTHER[name]
+    base = save_base(tmp_path / "base", model_type, task, torch.bfloat16)
+    adapter = save_adapter(tmp_path / "adapter", base, task, LORA | {"target_modules": ["o_proj"]})
+    own = saved_tensors(base)
+    rewrite(base, change)
+    whole = saved_tensors(base)
+    config = json.loads((base / "config.json").read_text())
+    for count in (1, 0):
+        (base / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0, field: count}))
+        ours = merge_with_ours(base, adapter, tmp_path / str(count), "float32")
+        assert saved_tensors(ours).keys() == (whole if count else own).keys()
+        further = whole.keys() - own.keys()
+        assert further.isdisjoint(changed(whole, saved_tensors(ours)))
+        verify(ours).raise_for_errors()
+    assert "LT319" not in "".join(lines(judge(tmp_path / "1")))
 
 
 def test_old_buffers_are_known_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,20 @@ import torch
 from lora_tool import verify
 from lora_tool.core.errors import FindingsFound
 from tests.oracle.adapter_cases import Case, case, config_with
-from tests.oracle.peft_merge import BF16, FP16, FP32, layout, merge_with_ours, require_pefts, rewrite, saved_tensors
+from tests.oracle.peft_merge import (
+    BF16,
+    FP16,
+    FP32,
+    Table,
+    changed,
+    layout,
+    merge_with_ours,
+    merged_by_peft,
+    require_pefts,
+    require_tensors,
+    rewrite,
+    saved_tensors,
+)
 from tests.oracle.tiny import NUM_LABELS, Task
 
 # transformers and PEFT warn of tiny configs and of what a class leaves out: the merge is the test
@@ -112,24 +125,28 @@ def test_an_embedding_adapter_goes_into_the_language_model_where_that_is_asked_f
     assert all(torch.equal(whole[f"model.{name}"], tensor) for name, tensor in bare.items())
 
 
-@pytest.mark.parametrize("on", ["experts", "attention"])
-def test_transposed_experts_of_a_published_base_are_written_as_transformers_writes_them(
-    on: str, tmp_path: Path
-) -> None:
-    choices = {"experts": True} if on == "experts" else {"target_modules": ["q_proj"]}
+@pytest.mark.parametrize("on", ["experts", "attention", "whole"])
+def test_experts_that_lie_transposed_in_the_base_stay_so(on: str, tmp_path: Path) -> None:
+    """As published, Qwen3-VL-MoE has [experts, in, out]; transformers loads both and writes the other."""
+    choices: dict[str, Any] = {
+        "experts": {"experts": True},
+        "attention": {"target_modules": ["q_proj"]},
+        "whole": {"target_modules": ["q_proj"], "modules_to_save": ["experts"]},
+    }[on]
     vlm = case("qwen3_vl_moe", task="image-text-to-text", **choices)
     base, adapter = vlm.write(tmp_path)
-    turned = {
-        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
-        for name, tensor in saved_tensors(base).items()
-    }
-    rewrite(base, turned)
-    theirs = require_pefts(base, adapter, lambda: vlm.load(base))
-    stacks = [name for name in theirs if ".experts." in name]
-    assert all(theirs[name].shape == turned[name].transpose(1, 2).shape != turned[name].shape for name in stacks)
-    verify(tmp_path / "ours").raise_for_errors()
-    for precision in ("float32", "float64") if on == "experts" else ("float32",):
-        near = saved_tensors(merge_with_ours(base, adapter, tmp_path / precision, precision))
+    before = _turned(saved_tensors(base))
+    rewrite(base, before)
+    theirs = saved_tensors(merged_by_peft(vlm.load(base), adapter, tmp_path / "theirs"))
+    for precision in ("peft", "float32", "float64") if on == "experts" else ("peft",):
+        ours = saved_tensors(merge_with_ours(base, adapter, tmp_path / precision, precision))
         verify(tmp_path / precision).raise_for_errors()
-        assert layout(near) == layout(theirs)
-        assert all(torch.allclose(near[name], tensor, atol=0.02) for name, tensor in theirs.items())
+        assert layout(ours) == layout(before)
+        assert any(".experts." in name for name in changed(before, ours)) is (on != "attention")
+        if precision == "peft":
+            require_tensors(_turned(ours), theirs)
+        assert all(torch.allclose(ours[name], tensor, atol=0.02) for name, tensor in _turned(theirs).items())
+
+
+def _turned(table: Table) -> Table:
+    return {name: each.transpose(1, 2).contiguous() if ".experts." in name else each for name, each in table.items()}

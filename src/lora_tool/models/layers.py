@@ -26,6 +26,9 @@ _OTHER_PARTS = re.compile(
     r"vision|visual|image|audio|speech|qformer|mtp|predictor|projector|_encoder|_decoder|_module|^mit\."
 )
 """What a stack is called that has a length of its own: `mit` is X-CLIP's transformer over frames."""
+_MTP = re.compile(r"(?:^|\.)mtp(?:_\w+)?\.")
+_FURTHER_LAYERS = re.compile(r"num.*(?:nextn|mtp)|mtp.*num")
+"""`num_nextn_predict_layers` (DeepSeek), `num_mtp_layers` (transformers 5), `mtp_num_hidden_layers` (Qwen3.5) and the like."""
 _MOST_LOST = 4
 """A layer that lacks more than these of another's tensors is of another kind."""
 _MOST_KINDS = 64
@@ -74,6 +77,29 @@ def is_beyond(config: ModelConfig, module: str) -> bool:
     match = _LAYER.match(f"{module}.")
     size = None if match is None else _length(config, match["stack"])
     return match is not None and size is not None and int(match["number"]) >= size
+
+
+def of_further_tokens(config: ModelConfig, name: str) -> bool:
+    """Return whether a tensor is of the layers for multi-token prediction that the config counts.
+
+    They follow the model's own layers (DeepSeek, GLM) or have a name of their own (``mtp.``, ``model.mtp_layers.``). A
+    config that has no field for their number, as Qwen3-Next's, counts all that are called so.
+    """
+    counts = [*_counts_of_further_layers(config.raw)]
+    if _MTP.search(name):
+        return not counts or max(counts) > 0
+    layer, own = _LAYER.match(name), config.num_hidden_layers
+    if layer is None or own is None or _OTHER_PARTS.search(layer["stack"]):
+        return False
+    return own <= int(layer["number"]) < own + max(counts, default=0)
+
+
+def _counts_of_further_layers(fields: Mapping[str, Any]) -> Iterator[int]:
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _counts_of_further_layers(value)
+        elif type(value) is int and _FURTHER_LAYERS.search(name):
+            yield value
 
 
 def _length(config: ModelConfig, stack: str) -> int | None:

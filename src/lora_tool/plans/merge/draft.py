@@ -14,7 +14,7 @@ from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.core.options import Options
 from lora_tool.core.tensors import DType, StoredTensor, TensorTable
-from lora_tool.models import Architecture, is_computed
+from lora_tool.models import Architecture
 from lora_tool.models.ends import Vocabulary
 from lora_tool.plans.adapter.combine import Adapted, AdapterModules
 from lora_tool.plans.base.task import Task
@@ -35,6 +35,8 @@ class ParameterConversion(Struct, frozen=True, kw_only=True):
     """Parameters whose rows are not rows on disk → their whole tensor there; they can be copied only."""
     same_names: bool = False
     """Whether names on disk are those in memory, so that PEFT has nothing to translate."""
+    turned: frozenset[str] = frozenset()
+    """Parameters whose matrices lie transposed on disk, as they do in the merged model."""
     partly_quantised: frozenset[str] = frozenset()
     """Parameters with quantised and plain rows on disk: they can only be left as they are."""
 
@@ -52,6 +54,8 @@ class Model(Struct, frozen=True, kw_only=True):
     """The merged model's task, which with `arch` or `facts` gives its class; never `Task.AUTO`."""
     leftovers: tuple[InputRecord, ...] = ()
     """Tensors of the base that the model has no place for."""
+    further_layers: tuple[StoredTensor, ...] = ()
+    """Tensors that the class has no place for and the merged model keeps: of the layers that predict further tokens."""
     conversion: ParameterConversion | None = None
     """None where the base is stored as it is in memory."""
 
@@ -74,12 +78,9 @@ class Model(Struct, frozen=True, kw_only=True):
         ends = [name for name in self.arch.causal_only if name.endswith(".decoder.bias")]
         return {name: f"{name.removesuffix('.decoder.bias')}.bias" for name in ends}
 
-    @property
-    def of_no_class(self) -> frozenset[str]:
-        """The weights among `leftovers`, which servers may use: layers that predict further tokens, say."""
-        if self.conversion is None:
-            return frozenset()
-        return frozenset(name for name in self.conversion.mapping.unexpected if not is_computed(name))
+    def is_turned(self, name: str) -> bool:
+        """Return whether the matrices of this parameter lie transposed on disk."""
+        return self.conversion is not None and name in self.conversion.turned
 
     def parameter_of(self, name: str) -> str:
         """Return the parameter in memory that a tensor of this name on disk is, or is a part of."""

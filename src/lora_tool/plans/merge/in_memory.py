@@ -21,15 +21,17 @@ from lora_tool.formats.stored import same_values
 from lora_tool.models.ends import last_weights
 from lora_tool.plans.adapter.combine import Adapted, AdapterModules
 from lora_tool.plans.base.task import CLASSIFIERS, Task
-from lora_tool.plans.core.ops import Copy, Precision
+from lora_tool.plans.core.ops import Copy, Precision, copied_as
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import InputRecord, Step
 from lora_tool.plans.merge.draft import Draft, Head, MergeInputs, Model, ModelEnds
 from lora_tool.plans.merge.judged import judge_of
+from lora_tool.plans.merge.model.converted import turned
 from lora_tool.plans.merge.model.reading import read_model
 from lora_tool.plans.merge.options import PlanOptions
 from lora_tool.plans.merge.passes.head import count_labels
 from lora_tool.plans.merge.passes.side_files import in_files, with_side_files
+from lora_tool.plans.merge.passes.steps import kept_step
 from lora_tool.plans.merge.plan_merge import inputs_of, plan_of
 from lora_tool.plans.merge.untying import require_no_lora_on_tied_ends_in_memory
 
@@ -141,27 +143,37 @@ def plan_in_memory(request: InMemory, staged: ModelDir, options: PlanOptions, *,
         head=head,
         labels=request.num_labels,
         ends=ModelEnds(untied=bool(was_tied) and is_tied is False),
-        steps=tuple(_step(request.base, tensor) for tensor in staged.tensors.values()),
+        steps=tuple(_steps(request, staged)),
         leftovers=tuple(_leftovers(request, staged)),
         notes=(f"in memory: {why}",),
         recorded={"tier": "in memory", "why": why},
     )
+    further = (kept_step(draft, tensor) for tensor in model.further_layers)
+    draft = replace(draft, steps=(*draft.steps, *further))
     plan = plan_of(with_side_files(in_files(draft, options), options), request.findings)
     stamps = {stamp.path: stamp for stamp in (*plan.inputs, *staged.weights.stamps)}
     return replace(plan, inputs=tuple(stamps.values()))
 
 
-def _step(base: ModelDir, tensor: StoredTensor) -> Step:
-    held = base.tensors.get(tensor.name)
+def _steps(request: InMemory, staged: ModelDir) -> Iterator[Step]:
+    base, conversion = request.base.tensors, request.model.conversion
+    lie_turned = {conversion.mapping.parameters[name].sources[0] for name in conversion.turned} if conversion else set()
+    for name, tensor in staged.tensors.items():
+        as_it_lies = name in lie_turned and tensor.shape != base[name].shape
+        yield _step(base.get(name), turned(tensor) if as_it_lies else tensor)
+
+
+def _step(held: StoredTensor | None, tensor: StoredTensor) -> Step:
     if held is not None and same_values(held, tensor):
         return Step(out=tensor.spec, op=Copy(source=held), action=TensorAction.COPIED, reason="as in the base")
     action = TensorAction.ADDED if held is None else TensorAction.MERGED
-    return Step(out=tensor.spec, op=Copy(source=tensor), action=action, reason=_REASON)
+    return Step(out=tensor.spec, op=copied_as(tensor.dtype, tensor), action=action, reason=_REASON)
 
 
 def _leftovers(request: InMemory, staged: ModelDir) -> Iterator[InputRecord]:
+    kept = staged.tensors.keys() | {tensor.name for tensor in request.model.further_layers}
     for tensor in request.base.tensors.values():
-        if tensor.name not in staged.tensors:
+        if tensor.name not in kept:
             reason = "not in the model that transformers wrote"
             yield InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
     for adapter in request.adapters:

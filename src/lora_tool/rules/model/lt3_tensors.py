@@ -16,7 +16,7 @@ from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.quantised.names import READ_METHODS, is_compressed
 from lora_tool.formats.quantised.parts import LayoutError
 from lora_tool.models.ends import MATRIX, head_of
-from lora_tool.models.layers import fused_sets
+from lora_tool.models.layers import fused_sets, of_further_tokens
 from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.model.lt3_model_ends import embedding_rows, vocabulary_without_rows
@@ -199,14 +199,15 @@ def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
     Why it matters: transformers ignores it on loading, with only a log line, and its training is lost.
     Example: `v_head.summary.weight` of a PPO trainer; or layers 24 to 27, although `num_hidden_layers` is 24.
     What to do: Set `architectures` and the other fields of `config.json` to those of the trained model, or remove the
-    tensor.
+    tensor. Layers for multi-token prediction that the config counts are no finding: servers use them.
     """
     known = subject.class_tensors
     if known is None:
         return
-    expected = subject.expected
+    expected, config = subject.expected, subject.checkpoint.whole_config
     for severity, names in ((Severity.WARNING, known.unexpected), (Severity.INFO, known.of_other_classes)):
         mine = [n for n in names if (expected is None or n in expected) and "lora_" not in n and "base_layer" not in n]
+        mine = [name for name in mine if not of_further_tokens(config, name)]
         for name, more in _by_layer(mine):
             message = f"is not a tensor of {known.class_name}{more}: transformers ignores it"
             yield Fault(subject=name, message=message, path=subject.matrices[name].path, severity=severity)

@@ -13,7 +13,7 @@ from lora_tool.checkpoints import AdapterDir
 from lora_tool.core import keys
 from lora_tool.core.errors import OnlyInMemory, UnsupportedAdapter
 from lora_tool.core.tensors import StoredTensor, TensorAction
-from lora_tool.models.mapping.model import ModelFacts, NamesOnDisk, RowMapping
+from lora_tool.models.mapping.model import ModelFacts, NamesOnDisk, RowMapping, RowSlice, row_count
 from lora_tool.plans.adapter.combine import AdapterModules
 from lora_tool.plans.core.operation import LoraTerm
 from lora_tool.plans.core.ops import Cast, Copy, Dequantise, LoraDelta, Precision
@@ -60,23 +60,34 @@ def parts_of_fused(
 
 
 def steps_on_disk(
-    model: Model, conversion: ParameterConversion, steps: Sequence[Step], per_expert: PerExpert
+    model: Model,
+    conversion: ParameterConversion,
+    steps: Sequence[Step],
+    per_expert: PerExpert,
+    others: Sequence[Step] = (),
 ) -> tuple[Step, ...]:
     """Return the steps on the tensors that `save_pretrained` writes, those of the base in the base's order.
 
-    `per_expert` are deltas on tensors that are only on disk: parts of fused parameters.
+    What lies transposed on disk is written so. `per_expert` are deltas on tensors that are only on disk: parts of fused
+    parameters. `others` are steps on tensors that are no parameters.
     """
     by_name = {step.out.name: step for step in steps}
     stored = conversion.copied_only.keys()
-    shapes = {step.out.name: step.out.shape for step in steps} | {
+    shapes = {name: step.out.shape for name, step in by_name.items()} | {
         name: conversion.mapping.facts.shapes[name] for name in stored
     }
+    turned = {name: shapes.pop(name) for name in by_name.keys() & conversion.turned}
     written = conversion.mapping.written(shapes)
+    for name, shape in turned.items():
+        (on_disk,) = conversion.mapping.parameters[name].sources
+        rows = RowSlice(name=name, start=0, rows=row_count(shape))
+        written[on_disk] = RowMapping(shape=shape, pieces=(rows,), sources=(name,))
     transposed = {name: made for name, made in written.items() if stored and not stored.isdisjoint(made.sources)}
     made_of_rows = {name: made for name, made in written.items() if name not in transposed}
     out = {step.out.name: step for step in disk_steps(by_name, made_of_rows, conversion.disk)}
     out |= {step.out.name: step for step in _stored(model, conversion, transposed)}
     out |= {name: _with_delta(out[name], term) for name, term in per_expert.items()}
+    out |= {step.out.name: step for step in others}
     in_order = [out.pop(name) for name in conversion.disk if name in out]
     return (*in_order, *out.values())
 

@@ -30,6 +30,7 @@ from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.quantised.encodings import encoding_of, rounded
 from lora_tool.models import Architecture
 from lora_tool.models.ends import LAST_LAYERS
+from lora_tool.models.layers import of_further_tokens
 from lora_tool.models.mapping.model import LABELS, ModelFacts, NamesOnDisk, RowMapping
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.operation import rows_of
@@ -121,9 +122,12 @@ def converted(
     tensors: dict[str, StoredTensor] = {}
     copied_only: dict[str, StoredTensor] = {}
     mixed: set[str] = set()
+    turned: set[str] = set()
     for name, made in mapping.parameters.items():
-        if made.transposed and mapping.is_written_as_in_memory(name):
-            tensors[name] = _transposed(name, made, base.tensors[made.sources[0]])
+        if made.transposed:
+            stored = base.tensors[made.sources[0]]
+            tensors[name] = replace(stored, spec=replace(stored.spec, name=name))
+            turned.add(name)
         elif made.pieces is None:
             copied_only[name] = base.tensors[made.sources[0]]
         else:
@@ -131,7 +135,9 @@ def converted(
             tensors[name] = _parameter(name, made, held)
             mixed |= {name} if partly else set()
     class_name = mapping.facts.class_name
+    further = [name for name in mapping.unexpected if of_further_tokens(base.whole_config, name)]
     reasons = dict.fromkeys(mapping.unexpected, f"{class_name} has no place for it, and transformers leaves it out too")
+    reasons = {name: reason for name, reason in reasons.items() if name not in further}
     for name in mapping.facts.unsaved & tensors.keys():
         of = tensors.pop(name)
         sources = mapping.parameters[name].sources
@@ -146,11 +152,13 @@ def converted(
         arch=arch,
         task=task,
         leftovers=dropped,
+        further_layers=tuple(base.tensors[name] for name in further),
         conversion=ParameterConversion(
             mapping=mapping,
             disk=base.tensors,
             copied_only=copied_only,
             same_names=same_names,
+            turned=frozenset(turned),
             partly_quantised=frozenset(mixed),
         ),
     )
@@ -174,7 +182,7 @@ def complete(model: Model, conversion: ParameterConversion) -> BaseMatch:
             name=name, dtype=dtype, shape=tuple(got if size == LABELS and got else size for size, got in sizes)
         )
         made_up = StoredTensor(spec=spec, spans=(Span(path=model.base.root, offset=0, nbytes=spec.nbytes),))
-        tensors[name] = model.base.tensors.get(name, made_up)
+        tensors[name] = made_up if model.is_turned(name) else model.base.tensors.get(name, made_up)
     missing = tensors.keys() - model.base.tensors.keys() - conversion.copied_only.keys()
     for module in dict.fromkeys(key.module for each in model.adapters for key in each.keys.values()):
         if f"{module}.weight" not in tensors:
@@ -215,12 +223,14 @@ def _parameter(name: str, made: RowMapping, disk: TensorTable) -> StoredTensor:
     return StoredTensor(spec=TensorSpec(name=name, dtype=dtypes.pop(), shape=made.shape), spans=contiguous(spans))
 
 
-def _transposed(name: str, made: RowMapping, stored: StoredTensor) -> StoredTensor:
-    """Return the parameter whose matrices lie transposed in the file."""
+def turned(stored: StoredTensor) -> StoredTensor:
+    """Return the tensor with rows and columns of its matrices exchanged: a parameter that was saved whole, as it lies in
+    a base that has it so.
+    """
     if len(stored.spans) != 1:
         raise AssertionError("a tensor of a model file is one span")
     itemsize = stored.dtype.bits // 8
-    rows, columns = made.shape[-2:]
+    columns, rows = stored.shape[-2:]
     nbytes = rows * columns * itemsize
     spans = tuple(
         TransposedSpan(
@@ -233,7 +243,7 @@ def _transposed(name: str, made: RowMapping, stored: StoredTensor) -> StoredTens
         )
         for at in range(0, stored.nbytes, nbytes)
     )
-    return StoredTensor(spec=TensorSpec(name=name, dtype=stored.dtype, shape=made.shape), spans=spans)
+    return StoredTensor(spec=replace(stored.spec, shape=(*stored.shape[:-2], rows, columns)), spans=spans)
 
 
 def _of_one_type(made: RowMapping, disk: TensorTable) -> tuple[TensorTable, bool]:

@@ -50,7 +50,8 @@ def on_disk(draft: Draft, _: Options) -> Draft:
         return draft
     from lora_tool.plans.merge.fused.parts import steps_on_disk
 
-    return replace(draft, steps=steps_on_disk(draft.model, conversion, draft.steps, draft.per_expert))
+    further = [kept_step(draft, tensor) for tensor in draft.model.further_layers]
+    return replace(draft, steps=steps_on_disk(draft.model, conversion, draft.steps, draft.per_expert, further))
 
 
 def base_steps(draft: Draft) -> Iterator[Step]:
@@ -139,6 +140,10 @@ def kept_step(draft: Draft, tensor: StoredTensor) -> Step:
 
 
 def _replacement(draft: Draft, base: StoredTensor, saved: StoredTensor) -> Step:
+    if draft.model.is_turned(base.name):
+        from lora_tool.plans.merge.model.converted import turned
+
+        saved = turned(saved)
     _require_same_shape(draft, saved, base)
     dtype = _at_least_as_loaded(draft, base.name, draft.dtype or own_dtype(draft, base))
     out = TensorSpec(name=base.name, dtype=dtype, shape=saved.shape)
@@ -157,7 +162,8 @@ def lora_step(draft: Draft, source: StoredTensor, name: str, module: str) -> Ste
     """
     terms = draft.modules.lora[module]
     embedding = module in draft.modules.embeddings
-    transposed = embedding or not draft.model.arch.conv1d.isdisjoint({module, module.rpartition(".")[2]})
+    conv1d = not draft.model.arch.conv1d.isdisjoint({module, module.rpartition(".")[2]})
+    transposed = (embedding or conv1d) is not draft.model.is_turned(name)
     for term in terms:
         if source.shape != ((term.a.shape[1], term.b.shape[0]) if transposed else (term.b.shape[0], term.a.shape[1])):
             raise AssertionError("the rules let no delta of another shape pass")
@@ -193,7 +199,7 @@ def _parameter_step(draft: Draft, tensor: StoredTensor) -> Step:
     if draft.model.facts is None:
         raise AssertionError("LoRA on parameters is planned with the model's facts")
     terms = draft.modules.parameters[tensor.name]
-    transposed = stack_is_transposed(tensor.name, draft.model.facts)
+    transposed = stack_is_transposed(tensor.name, draft.model.facts) is not draft.model.is_turned(tensor.name)
     source = draft.modules.frozen_base.get(tensor.name, tensor)  # of an output layer, which the adapter carries
     _require_same_shape(draft, source, tensor)
     op = LoraDelta(source=source, terms=terms, transposed=transposed, rounded=True)

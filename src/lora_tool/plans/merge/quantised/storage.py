@@ -31,7 +31,7 @@ from lora_tool.plans.core.ops import Copy, Precision
 from lora_tool.plans.core.requantise import Requantise
 from lora_tool.plans.core.steps import InputRecord, Step
 from lora_tool.plans.merge.draft import Draft
-from lora_tool.plans.merge.passes.steps import dropped_from_base, kept_step
+from lora_tool.plans.merge.passes.steps import dropped_from_base
 from lora_tool.plans.merge.quantised.requantised import coded_steps, kept_line, kept_share, require_kept
 from lora_tool.plans.merge.quantised.skip_lists import with_plain_modules
 from lora_tool.plans.merge.storages import Storage
@@ -48,12 +48,12 @@ def in_storage(draft: Draft, storage: Storage | None, *, allow_loss: bool) -> Dr
     Raises `UnsupportedAdapter` where the storage cannot have the changes, or `Precision.PEFT` the storage.
     """
     inputs = draft.inputs
-    steps, unplaced = (draft.steps, draft.model.leftovers) if inputs.is_text_only else _with_weights_of_no_class(draft)
+    unplaced = draft.model.leftovers
     dropped = tuple(dropped_from_base(draft))
     unplaced_of_classifier = () if draft.head is None else unplaced
     base = _QuantisedBase(stored=inputs.stored, plain=inputs.base, parameter_of=draft.model.parameter_of)
     stored = base.settle(
-        steps,
+        draft.steps,
         storage,
         {item.name for item in (*dropped, *unplaced_of_classifier)},
         cast=draft.dtype not in (None, inputs.base.dtype) or inputs.is_text_only,
@@ -77,21 +77,6 @@ def in_storage(draft: Draft, storage: Storage | None, *, allow_loss: bool) -> Dr
         metadata=base.metadata(stored.steps),
         recorded={**draft.recorded, "store": stored.storage.value, **kept},
     )
-
-
-def _with_weights_of_no_class(draft: Draft) -> tuple[tuple[Step, ...], tuple[InputRecord, ...]]:
-    """Return the steps and one for each weight that the model's class has no place for, in the base's order, and the
-    tensors that are left out all the same: of a classifier, all of these.
-
-    Servers use such weights: the layers that predict further tokens.
-    """
-    names, plain = draft.model.of_no_class, draft.inputs.base
-    if not names or draft.head is not None:
-        return draft.steps, draft.model.leftovers
-    extra = (kept_step(draft, tensor) for name, tensor in plain.tensors.items() if name in names)
-    places = {name: at for at, name in enumerate(plain.tensors)}
-    ordered = sorted((*draft.steps, *extra), key=lambda step: places.get(step.out.name, len(places)))
-    return tuple(ordered), tuple(item for item in draft.model.leftovers if item.name not in names)
 
 
 class _Stored(Struct, frozen=True, kw_only=True):
