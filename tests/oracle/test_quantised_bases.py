@@ -26,6 +26,7 @@ from lora_tool.formats.open_files import OpenFiles
 from lora_tool.formats.quantised import encodings
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.rules.merged.evidence import Verdict
+from lora_tool.rules.shared.same_model import same_model
 from tests.oracle.peft_merge import different, merge_with_ours, save_adapter, save_base, saved_tensors
 from tests.oracle.quantised_bases import ATTENTION, BF16, Made, assert_rounded, delta, edit, numbers_of
 from tests.quantised_models import quantise
@@ -129,6 +130,7 @@ def test_the_merge_has_pefts_numbers_and_leaves_the_rest_as_it_was(case: Case, m
     parts = {part for name in freed for part in parts_of(name, before.keys() - (start.keys() - values.keys()))}
     assert touched
     assert after.keys() == before.keys() - parts | freed
+    assert same_model(open_model(plain), open_model(base))
 
     again = touched & values.keys() - freed
     for name in touched - again:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from lora_tool.formats.tokenizer import SpecialToken, read_tokenizer
+from lora_tool.formats.vocabulary import Vocabulary, vocabulary_of
 
 ADDED = {"id": 7, "content": "<pad>", "special": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -83,3 +85,65 @@ def test_a_broken_file_is_a_problem(tmp_path: Path) -> None:
     tokenizer = read_tokenizer(tmp_path, names)
     assert tokenizer.special("pad_token") is None
     assert str(tmp_path / "tokenizer_config.json") in {problem.path for problem in tokenizer.problems}
+
+
+def _pieces(*words: str) -> bytes:
+    texts = (b"\n" + bytes([len(word.encode())]) + word.encode() + b"\x15\0\0\0\0\x18\1" for word in words)
+    return b"".join(b"\n" + bytes([len(text)]) + text for text in texts) + b"\x12\2\x08\1"
+
+
+def _ranks(*words: str) -> bytes:
+    lines = (base64.b64encode(word.encode()) + b" %d" % rank for rank, word in enumerate(words))
+    return b"\n".join(lines)
+
+
+def _tekken(*words: str) -> bytes:
+    listed = [
+        {"rank": rank, "token_bytes": base64.b64encode(word.encode()).decode()} for rank, word in enumerate(words)
+    ]
+    return json.dumps({"config": {"default_num_special_tokens": 2, "default_vocab_size": 99}, "vocab": listed}).encode()
+
+
+WORDS = [f"w{number}" for number in range(40)]
+FORMS: dict[str, tuple[str, Any]] = {
+    "fast": (
+        "tokenizer.json",
+        lambda *words: json.dumps({"model": {"vocab": {w: at for at, w in enumerate(words)}}}).encode(),
+    ),
+    "unigram": ("tokenizer.json", lambda *words: json.dumps({"model": {"vocab": [[w, -1] for w in words]}}).encode()),
+    "slow": ("vocab.json", lambda *words: json.dumps({word: at for at, word in enumerate(words)}).encode()),
+    "lines": ("vocab.txt", lambda *words: "\n".join(words).encode()),
+    "sentencepiece": ("tokenizer.model", _pieces),
+    "tiktoken": ("tokenizer.model", _ranks),
+    "tekken": ("tekken.json", _tekken),
+}
+
+
+def _read(folder: Path, form: str, words: list[str]) -> Vocabulary:
+    name, write = FORMS[form]
+    (folder / form).mkdir(exist_ok=True)
+    (folder / form / name).write_bytes(write(*words))
+    found = vocabulary_of(read_tokenizer(folder / form, [name]))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_words_of_every_form_are_compared(form: str, tmp_path: Path) -> None:
+    fast = _read(tmp_path, "fast", WORDS)
+    assert fast.moved(_read(tmp_path, form, [*WORDS, "more"])) == {}
+    swapped = _read(tmp_path, form, [*WORDS[:9], WORDS[10], WORDS[9], *WORDS[11:]])
+    assert fast.moved(swapped).keys() == {"w9", "w10"}
+
+
+def test_pieces_behind_fairseqs_own_tokens_are_the_same_words(tmp_path: Path) -> None:
+    fast = _read(tmp_path, "fast", ["<s>", "<pad>", *WORDS])
+    assert fast.moved(_read(tmp_path, "sentencepiece", ["<pad>", *WORDS])) == {}
+    assert fast.moved(_read(tmp_path, "sentencepiece", WORDS[::-1])) != {}
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 99, b"[]", b'{"model":{"vocab":{"a":"b"}}}', b"\n\xff\xff", b"A b c"])
+def test_a_file_that_is_no_vocabulary_has_no_words(content: bytes, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "vocab.json", "tekken.json", "tokenizer.model"):
+        (tmp_path / name).write_bytes(content)
+        assert vocabulary_of(read_tokenizer(tmp_path, [name])) is None

@@ -28,6 +28,7 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
     lt5_base,
     lt5_hazards,
     lt5_model,
+    lt5_other_base,
 )
 from lora_tool.rules.adapter.lt5_several import OF_SEVERAL, SeveralAdapters
 from lora_tool.rules.engine.registry import RULES, Need, Rule, Unchecked, chosen
@@ -40,6 +41,7 @@ from lora_tool.rules.model import (  # noqa: F401
     lt3_functions,
     lt3_model_ends,
     lt3_tensors,
+    lt3_tokenizers,
 )
 from lora_tool.rules.model.lt3_tensors import is_wrapped
 from lora_tool.rules.serving import lt8_beside, lt8_form  # noqa: F401

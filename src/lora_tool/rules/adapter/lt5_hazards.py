@@ -1,172 +1,18 @@
-"""LT507 to LT511: an adapter that fits its base by most names and shapes, and is wrong for it all the same."""
+"""LT508 to LT511: an adapter that fits its base by most names and shapes, and is wrong for it all the same."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator
-from pathlib import Path
 
 from lora_tool.adapters.targeting import add_the_same
-from lora_tool.checkpoints import ModelDir, computed_from, open_model
-from lora_tool.checkpoints.sources import local_folder, moved_to, resolve, source_of
-from lora_tool.core.display import from_here
-from lora_tool.core.errors import BadConfig, CheckpointError, CorruptFile
-from lora_tool.core.hub_names import hub_id_of
+from lora_tool.checkpoints import computed_from
 from lora_tool.core.report import Severity
-from lora_tool.formats import training_record
-from lora_tool.formats.files import inside
-from lora_tool.formats.training_record import TrainingRecord, read_training_record
 from lora_tool.models.ends import is_end, output_name
-from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
+from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
-
-
-@rule("LT507", Severity.ERROR, on=AdapterSubject)
-def other_base(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
-    """Not the base that the adapter was trained on.
-
-    What it does: Compares the base with the fingerprint that `lora-tool train` recorded in `lora_tool_train.json`:
-    names, dtypes, shapes and samples of all weights.
-    Why it matters: Models of one family have the same names and shapes. PEFT silently loads the adapter onto any of
-    them, and the result is garbage that looks fluent.
-    Example: The adapter was trained on `Qwen2.5-7B-Instruct`, but `--base` is `Qwen2.5-7B`.
-    What to do: Give the model that the adapter was trained on: `--base MODEL`. If `--base` is that model converted to
-    another dtype, which this rule cannot know: `--ignore LT507`.
-    """
-    path = _record_of(subject)
-    if path is None:
-        return
-    try:
-        record = read_training_record(path)
-    except (CorruptFile, BadConfig) as error:
-        problem = error.problem
-        yield Fault(subject=problem.subject, message=problem.message, path=path, severity=Severity.WARNING)
-        return
-    base = subject.base
-    if base is None and record.base_fingerprint is not None:
-        yield Unchecked(reason=subject.why_no_base)
-    if base is None or record.base_fingerprint is None or base.is_broken:
-        return
-    from lora_tool.formats.manifest import fingerprint  # slow to import, and for trained records only
-
-    if base.tensors and fingerprint(base.weights) != record.base_fingerprint:
-        message = f"was not trained on {base.root}{_named(record)}"
-        command = ["lora-tool", "validate", "--base", record.base_id or "MODEL", str(subject.checkpoint.root)]
-        hint = shlex.join(command) if record.base_id else None
-        yield Fault(subject="base.fingerprint", message=message, path=path, hint=hint)
-
-
-@rule("LT520", Severity.WARNING, on=AdapterSubject, needs={Need.NAMES})
-def base_not_named(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
-    """The adapter names another base.
-
-    What it does: Compares the base with the one that `adapter_config.json` names, if that one is on this disk: names,
-    dtypes, shapes and samples of all weights, so that a copy, a link or the Hub cache counts as the same model. If it
-    is not on this disk, the two Hub ids are compared; without two, the rule is skipped, unless LT507 can tell.
-    Why it matters: Models of one family have the same names and shapes. PEFT silently loads the adapter onto any of
-    them, and the result is garbage that looks fluent.
-    Example: `base_model_name_or_path` is `Qwen/Qwen2.5-7B-Instruct`, but `--base` is `Qwen/Qwen2.5-7B`.
-    What to do: Omit `--base` to use the named model, or correct `base_model_name_or_path`.
-
-    If `--base` is right and the named model cannot be had: `--ignore LT520`.
-    """
-    base, named = subject.base, subject.config.base_model
-    if base is None or not named or base.is_broken:
-        return
-    given, near, hub_id = source_of(base.root), subject.checkpoint.root, hub_id_of(named)
-    try:
-        if hub_id is not None and hub_id == given.hub_id and local_folder(named, near) is None:
-            return  # without asking the cache, which takes a while
-        found = resolve(named, near=near)
-    except CheckpointError as error:
-        if given.hub_id is not None and hub_id not in (None, given.hub_id):
-            message = f"is {named}, but the base is {given.hub_id}"
-            yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
-        elif not _is_fingerprinted(subject):
-            yield Unchecked(reason=_not_compared(base, error))
-        return
-    if found.path.samefile(base.root) or (found.hub_id is not None and found.hub_id == given.hub_id):
-        return
-    try:
-        same = _is_same_model(found.path, base)
-    except CheckpointError as error:
-        yield Unchecked(reason=_not_compared(base, error))
-        return
-    if not same:
-        there = f" ({found.path})" if str(found.path) != named else ""
-        message = f"is {named}{there}, but the base is {given.hub_id or base.root}, whose weights differ"
-        yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path)
-
-
-@rule("LT521", Severity.INFO, on=AdapterSubject)
-def base_moved(subject: AdapterSubject) -> Iterator[Fault]:
-    """The path of the base in the adapter's config does not exist.
-
-    What it does: If `base_model_name_or_path` is a path that does not exist and no `--base` is given, looks for a model
-    in a folder of that name: in or beside the adapter's folder, beside its parent, or in the working directory.
-    Why it matters: PEFT records the path as it was typed for training. On another machine, or from another folder, that
-    path does not exist, and loading the adapter fails although the base is there.
-    Example: `base_model_name_or_path` is `/workspace/llama-base`, but `llama-base` lies beside the adapter.
-    What to do: Write the path into `adapter_config.json`: `lora-tool validate ADAPTER --fix` does it if the model fits.
-    Or give the base each time: `--base MODEL`.
-    """
-    named, root = subject.config.base_model, subject.checkpoint.root
-    if subject.base is not None or not named:
-        return
-    try:
-        lost = hub_id_of(named) is None and local_folder(named, root) is None
-    except CheckpointError:  # it means two folders
-        return
-    moved = moved_to(named, root) if lost else None
-    if moved is not None:
-        found = from_here(moved)
-        message = f"is {named}, which holds no model; one of that name is at {found}"
-        hint = (
-            f"if it is the same model: lora-tool validate --fix {shlex.quote(str(root))}, or lora-tool validate "
-            f"{shlex.quote(str(root))} --base {shlex.quote(str(found))}"
-        )
-        yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path, hint=hint)
-
-
-def _is_same_model(named: Path, base: ModelDir) -> bool:
-    """Whether the folder holds the weights of `base`, by samples. Raises `CheckpointError` where it holds no model."""
-    from lora_tool.formats.manifest import fingerprint  # slow to import, and for two bases only
-
-    return fingerprint(open_model(named).weights) == fingerprint(base.weights)
-
-
-def _not_compared(base: ModelDir, error: CheckpointError) -> str:
-    """Return why the base was not compared with the one that the adapter names, which has this error."""
-    return f"whether {base.root} is the base that the adapter names was not checked ({error}); if it is: --ignore LT520"
-
-
-def _is_fingerprinted(subject: AdapterSubject) -> bool:
-    """Whether `lora-tool train` recorded the base's fingerprint, so that LT507 compares the base."""
-    path = _record_of(subject)
-    try:
-        return path is not None and read_training_record(path).base_fingerprint is not None
-    except (CorruptFile, BadConfig):
-        return False
-
-
-def _record_of(subject: AdapterSubject) -> Path | None:
-    """Return the record in the adapter's folder, or in that of the run that it is a checkpoint of."""
-    root = subject.checkpoint.root
-    for folder in (root, root.resolve().parent) if subject.checkpoint.folder.trainer else (root,):
-        path = folder / training_record.FILE_NAME
-        if path.is_file() and inside(folder, path):
-            return path
-    return None
-
-
-def _named(record: TrainingRecord) -> str:
-    if record.base_id is None:
-        return ""
-    revision = f"@{record.base_revision}" if record.base_revision else ""
-    return f": {record.base_id}{revision}"
 
 
 @rule("LT508", Severity.INFO, on=AdapterSubject, needs=_ALL)

@@ -202,7 +202,7 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
     If the tokenizer's pad token has a row, `lora-tool validate --fix` writes its id into a model's config.
     """
     checkpoint = subject.checkpoint
-    rows = _largest(subject)
+    rows = vocabulary_rows(subject)
     if rows is None or not isinstance(checkpoint, AdapterDir | ModelDir):
         return
     lacking = [
@@ -220,7 +220,7 @@ def token_without_row(subject: Subject) -> Iterator[Fault]:
             yield Fault(subject="pad_token_id", message=message, path=checkpoint.config.path)
 
 
-def _largest(subject: Subject) -> int | None:
+def vocabulary_rows(subject: Subject) -> int | None:
     """Return how many tokens the embeddings know, None where there are none to look at."""
     if isinstance(subject, AdapterSubject):
         rows = set() if subject.base is None else {*embedding_rows(as_matrices(subject.base).tensors).values()}

@@ -53,9 +53,9 @@ def _trained_on_quantised(inputs: MergeInputs) -> Iterator[str]:
         named = (adapter.config.base_model if adapter.config else None) or ""
         if full_precision_name(named.rpartition("/")[2]) is not None:
             yield (
-                f"{adapter.root} was trained on {named}, whose name says that it is quantised: the weights of "
-                f"{inputs.stored.root} differ from it by the rounding error; merge into the named model, or round this one "
-                "with `base_as`, to get what was trained"
+                f"{adapter.root} was trained on {named}, whose name says that it is quantised. If {inputs.stored.root} is "
+                "the model that it was made from, its weights differ from the trained ones by the rounding: to get what "
+                "was trained, merge into the named model, or round this one with `base_as=nf4`"
             )
 
 
