@@ -70,7 +70,7 @@ def with_transcripts(page: Path) -> str:
     parts = _BLOCK.split(page.read_text())
     with (
         tempfile.TemporaryDirectory() as folder,
-        _hub(Path(folder)) if page == TUTORIAL else nullcontext() as environment,
+        local_hub(Path(folder)) if page == TUTORIAL else nullcontext() as environment,
     ):
         shutil.copytree(ROOT / "fixtures", Path(folder, "fixtures"))
         for at in range(1, len(parts), 2):
@@ -81,7 +81,8 @@ def with_transcripts(page: Path) -> str:
 
 
 @contextmanager
-def _hub(folder: Path) -> Iterator[Mapping[str, str]]:
+def local_hub(folder: Path) -> Iterator[Mapping[str, str]]:
+    """Yield the environment of a program whose Hub is one of this process."""
     # loopback Hub and pytest are for the tutorial alone
     from tests.hub.conftest import environment
     from tests.hub.server import Hub

@@ -14,6 +14,8 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_click", "read_off"]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings are written as Markdown
+highlight_language = "bash"
+smartquotes = False  # --fix is not –fix
 nitpicky = True  # a reference to a missing page or term is an error; types need no link
 nitpick_ignore_regex = [("py:.*", ".*")]
 autodoc_typehints = "signature"
@@ -22,5 +24,13 @@ autodoc_member_order = "bysource"
 
 html_theme = "furo"
 html_title = f"lora-tool {version}"
+html_static_path = ["_static"]
+html_css_files = ["code.css"]
+html_js_files = [("copy.js", {"defer": "defer"})]
+html_theme_options = {
+    "source_repository": "https://github.com/OWNER/lora-tool/",
+    "source_branch": "main",
+    "source_directory": ".github/docs/",
+}
 html_show_sphinx = False
 html_show_copyright = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import shutil
@@ -12,13 +13,17 @@ from pathlib import Path
 import click
 import pytest
 
+import lora_tool
 from lora_tool.cli.configuration import configuration
 from lora_tool.cli.main import all_commands, cli
 from lora_tool.models import ARCHITECTURES
 from tests.cli.calling import Caller
-from tests.readme import DOCUMENTATION, PAGES, README, ROOT, TUTORIAL, as_shown, rewritten, transcripts
+from tests.readme import DOCUMENTATION, PAGES, README, ROOT, TUTORIAL, as_shown, local_hub, rewritten, transcripts
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+
+
+PYTHON = DOCUMENTATION / "reference" / "python.md"
 
 
 @pytest.fixture
@@ -50,15 +55,22 @@ def test_the_readme_is_for_somebody_in_a_hurry() -> None:
     assert README.stat().st_size <= 10_000
 
 
-def test_library_example_runs(clone: Path) -> None:
-    (example,) = blocks("python")
-    subprocess.run([sys.executable, "-c", example], check=True)
+EXAMPLES = "".join([*blocks("python"), *blocks("python", PYTHON)])
+
+
+def test_library_examples_run(clone: Path) -> None:
+    with local_hub(clone) as environment:
+        subprocess.run([sys.executable, "-c", EXAMPLES], env=environment, check=True)
     assert (clone / "merged" / "lora_tool.json").is_file()
 
 
-def test_library_example_is_typed(tmp_path: Path) -> None:
-    (example,) = blocks("python")
-    (tmp_path / "example.py").write_text(example)
+def test_every_function_has_an_example() -> None:
+    functions = {name for name in lora_tool.__all__ if inspect.isfunction(getattr(lora_tool, name))}
+    assert {name for name in functions if not re.search(rf"\b{name}\(", EXAMPLES)} == set()
+
+
+def test_library_examples_are_typed(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(EXAMPLES)
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]
     done = subprocess.run(
         [*command, str(tmp_path / "example.py")], cwd=ROOT, capture_output=True, text=True, check=False

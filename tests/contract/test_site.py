@@ -65,6 +65,21 @@ def test_reference_has_everything(site: Path) -> None:
     assert {f"lora_tool.{name}" for name in lora_tool.__all__ if name != "__version__"} <= python
 
 
+def test_options_keep_their_dashes(site: Path) -> None:
+    assert not re.findall(r">[^<]*\s–[a-z][^<]*<", (site / "reference" / "commands.html").read_text())
+
+
+OF_USE = [page for page in PAGES if page.parent != DOCUMENTATION / "reference" and DOCUMENTATION in page.parents]
+WITHOUT_NEEDS = {"index.md", "glossary.md", "changelog.md"}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in OF_USE if page.name not in WITHOUT_NEEDS], ids=lambda page: page.name
+)
+def test_the_first_line_says_what_is_needed(page: Path) -> None:
+    assert page.read_text().split("\n\n")[1].startswith("Needs: ")
+
+
 def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     pages = {path: Page(path) for path in site.rglob("*.html")}
     for path, page in pages.items():

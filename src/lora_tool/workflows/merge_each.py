@@ -43,10 +43,10 @@ class MergedOne(Shown, Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        became = (
-            f"refused: {self.error}" if self.error is not None else self.written or self.plan or "PEFT will merge it"
-        )
-        return printable(f"{self.name}: ") + str(became)
+        if self.error is not None:
+            return printable(f"{self.name}: refused: {self.error}")
+        done = "" if self.written is None else f"written to {self.path}; {self.written.verdict}".removesuffix("; ")
+        return printable(f"{self.name}: {done or f'would be written to {self.path}'}")
 
     def __repr__(self) -> str:
         became = self.error or self.written or self.plan
