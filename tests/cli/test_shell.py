@@ -16,7 +16,8 @@ import pytest
 from click.shell_completion import BashComplete
 
 from lora_tool.cli.exit_codes import _BY_ERROR, MEANINGS
-from lora_tool.cli.main import all_commands, cli
+from lora_tool.cli.main import COMMANDS, all_commands, cli
+from lora_tool.cli.options import FolderOrId
 from lora_tool.core.version import __version__
 from tests.cli.calling import REPOSITORY, Caller
 
@@ -130,6 +131,19 @@ def test_a_bad_value_of_the_environment_is_said_to_be_from_there(
     assert done.err.splitlines()[0].endswith(f" is set by the environment variable LORA_TOOL_{option}")
     monkeypatch.delenv(f"LORA_TOOL_{option}")
     assert "environment" not in call(words[0], "--dtype", "float8").err
+
+
+def test_what_the_readme_says_of_every_command_holds() -> None:
+    for name in COMMANDS:
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        options = {option for param in command.params for option in param.opts}
+        folders = [param for param in command.params if isinstance(param, click.Argument) and param.name != "repo"]
+        if not folders or name in ("rules", "completion"):
+            continue
+        assert all(isinstance(param.type, FolderOrId) for param in folders), name  # tests/hub gives it an id
+        assert "--json" in options, name
+        assert "--dry-run" in options or not {"--output", "--push", "--create-pr"} & options, name
 
 
 @pytest.mark.parametrize("words", [(), ("init",), ("train",), ("guard",), ("completion",)])

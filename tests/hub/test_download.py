@@ -306,3 +306,53 @@ def test_a_repository_of_gguf_files_is_called_what_it_is(offered: Hub, call: Cal
     assert called.code == 3
     assert "its name suggests weights in a special quantised format" in called.err
     assert "--base me/base" in called.err
+
+
+def a_folder(hub: Hub, name: str, folder: Path) -> None:
+    """Put a folder on the Hub with what lies in its folders."""
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    hub.repo(name).commit_files(files)
+    hub.stored |= {hashlib.sha256(data).hexdigest(): data for data in files.values()}
+
+
+TAKES_A_HUB_ID: dict[str, tuple[str, ...]] = {
+    "validate": ("me/adapter",),
+    "inspect": ("me/adapter",),
+    "merge": ("me/adapter@main", "--rm", "--base", "me/base"),
+    "ci": ("hf://me/adapter", "--rm", "--base", "me/base"),
+    "verify": ("me/merged", "--adapter", "me/adapter", "--base", "me/base"),
+    "consolidate": ("me/ranks@main",),
+    "convert": ("me/adapter", "--to", "peft"),
+    "combine": ("me/adapter=0.5", "-o", "combined"),
+    "resize": ("me/adapter", "--rank", "2", "-o", "resized"),
+    "prepare": ("me/causal", "--for", "vllm", "-o", "prepared"),
+    "extract": ("me/merged", "--base", "me/base", "--rank", "2", "-o", "extracted"),
+    "diff": ("me/adapter", "me/adapter@main"),
+    "ls": ("me/adapter",),
+    "push": ("me/adapter", "me/copy"),
+    "prune": ("me/adapter",),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_A_HUB_ID)
+def test_every_command_that_takes_a_folder_takes_a_hub_id(
+    name: str, offered: Hub, merged_once: Path, call: Caller
+) -> None:
+    published(offered, "me/causal", FIXTURES / "causal-llama" / "adapter")
+    published(offered, "me/merged", merged_once)
+    a_folder(offered, "me/ranks", FIXTURES / "zero" / "stage3-frozen-head")
+    done = call(name, *TAKES_A_HUB_ID[name], "--json")
+    if name == "prune":
+        assert (done.code, done.json["error"]["hint"]) == (3, "lora-tool ls me/adapter")
+        assert "prune removes nothing on the Hub" in done.err
+        return
+    assert done.code == 0, done.err + done.out
+    assert done.json
+    outputs = {
+        "merge": {"adapter-merged"},
+        "ci": {"adapter-merged"},
+        "consolidate": {"ranks-adapter"},
+        "convert": {"adapter-peft"},
+    }
+    named = set(TAKES_A_HUB_ID[name][-1:]) if "-o" in TAKES_A_HUB_ID[name] else set()
+    assert {path.name for path in Path.cwd().iterdir()} == outputs.get(name, named)

@@ -24,6 +24,7 @@ from lora_tool.checkpoints import (
     open_checkpoint,
 )
 from lora_tool.checkpoints.path_suggestions import no_such_folder, not_a_folder, probably_meant
+from lora_tool.core.display import from_here
 from lora_tool.core.errors import BrokenFile, HubError, IncompleteCheckpoint, NotACheckpoint, UnsupportedAdapter
 from lora_tool.core.hub_names import FORMS, HubName, hub_id_of, hub_name, is_address
 from lora_tool.core.progress import decided
@@ -67,11 +68,13 @@ class Wanted(str, enum.Enum):
 
     MODEL = "*.safetensors"
     ADAPTER = "adapter_model*.safetensors"
+    EVERYTHING = "*"
+    """Rank files have any name, and lie in folders."""
 
     @property
     def torch_files(self) -> str:
         """The pattern of the weights for repositories without safetensors files."""
-        return "pytorch_model*.bin" if self is Wanted.MODEL else "adapter_model.bin"
+        return "adapter_model.bin" if self is Wanted.ADAPTER else "pytorch_model*.bin"
 
 
 class Source(Struct, frozen=True, kw_only=True):
@@ -92,6 +95,22 @@ def source_of(path: Path, reference: str | None = None) -> Source:
         hub_id=cached["repo"].replace("--", "/", 1) if cached else None,
         revision=cached["commit"] if cached else None,
     )
+
+
+def beside(source: Source, ending: str) -> Path:
+    """Return where what is made of a checkpoint goes by default: a sibling that ends in it, here for one of the Hub."""
+    if source.hub_id is not None:
+        return Path(f"{source.hub_id.rpartition('/')[2]}-{ending}")
+    folder = source.path.resolve()
+    return from_here(folder.parent / f"{folder.name}-{ending}")
+
+
+def unfetched(reference: str, near: Path | None = None) -> Source:
+    """Return the source that `reference` means before anything is fetched, as `resolve` does afterwards."""
+    local = None if is_address(reference) else local_folder(reference, near)
+    hub_id = hub_id_of(reference) if local is None else None
+    path = expanded(reference)
+    return source_of(path, reference) if hub_id is None else Source(path=path, reference=reference, hub_id=hub_id)
 
 
 def located(checkpoint: Reference, wanted: Wanted, near: Path | None = None) -> Source:
@@ -315,7 +334,7 @@ def _has_weights(path: Path, wanted: Wanted) -> bool:
 def _require_no_model(hub_id: str, path: Path) -> None:
     """Raise `NotACheckpoint` for a model whose weights were not downloaded: nothing true could be said of them."""
     is_model = is_file(path / CONFIG) and not is_file(path / ADAPTER_CONFIG)
-    if is_model and not any(_has_weights(path, wanted) for wanted in Wanted):
+    if is_model and not any(_has_weights(path, each) for each in (Wanted.MODEL, Wanted.ADAPTER)):
         raise NotACheckpoint(
             f"{hub_id} is a model on the Hub, and its weights are not in the cache: only an adapter is downloaded here",
             hint=f"hf download {hub_id}, then run the same command again",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 import click
 
+from lora_tool.checkpoints.sources import beside, unfetched
 from lora_tool.cli.ci_view import code_of, report_lines, report_of, set_github_output, stage_line, write_reports
 from lora_tool.cli.configuration import Configured, RuleChoice, configured, rule_choice
 from lora_tool.cli.options import (
-    UserPath,
+    FolderOrId,
     config_option,
     json_option,
     option_in,
@@ -29,7 +29,7 @@ from lora_tool.cli.options import (
 from lora_tool.cli.push import pushed_to, repository
 from lora_tool.cli.reporting import ReportFile, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say
-from lora_tool.core.display import from_here, printable
+from lora_tool.core.display import printable
 from lora_tool.core.options import Section
 from lora_tool.core.report.forms import Form
 from lora_tool.core.report.model import Report
@@ -45,7 +45,7 @@ from lora_tool.workflows.verify import PairOptions, read_given_pairs
 @click.command(
     "ci", cls=Configured, epilog="Example: lora-tool ci my-run/ -o my-reward-model/ --rm --report junit=report.xml"
 )
-@click.argument("checkpoint", default=".", type=UserPath(), metavar="[CKPT]")
+@click.argument("checkpoint", default=".", type=FolderOrId(), metavar="[CKPT]")
 @options_of(MergeOptions)
 @reward_option
 @option_in(
@@ -115,8 +115,6 @@ def command(ctx: click.Context, /, **_: Any) -> int:
 
 
 def _job(typed: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile, ...], criteria: Criteria) -> Job:
-    checkpoint: Path = typed["checkpoint"]
-    real = Path(os.path.realpath(checkpoint))
     repo, branch = pushed_to(typed["push"] or (None, None), "--push", typed["revision"])
     options = typed_as(
         CiOptions,
@@ -130,8 +128,14 @@ def _job(typed: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile, .
         **typed_task(typed),
         **rules.arguments(),
     )
-    output = Path(options.out) if options.out else from_here(real.parent / f"{real.name}-merged")
-    return Job(checkpoint=checkpoint, output=output, options=options, pairs=read_given_pairs(options))
+    found = unfetched(typed["checkpoint"])
+    output = Path(options.out) if options.out else beside(found, "merged")
+    return Job(
+        checkpoint=found.path if found.hub_id is None else found.reference,
+        output=output,
+        options=options,
+        pairs=read_given_pairs(options),
+    )
 
 
 def _rendered(outcome: Outcome, report: Report, form: Form, job: Job) -> str:

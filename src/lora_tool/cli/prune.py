@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
-from lora_tool.cli.options import UserPath, json_option, options_of, typed_as
+from lora_tool.cli.options import FolderOrId, json_option, options_of, typed_as
 from lora_tool.cli.terminal import print_json
 from lora_tool.core.display import printable
+from lora_tool.formats.files import expanded
 from lora_tool.workflows.prune import PruneOptions, prune
 
 
 @click.command("prune", epilog="Example: lora-tool prune fixtures/reward-run --keep-last 1 --keep-best 1")
-@click.argument("root", default=".", type=UserPath())
+@click.argument("root", default=".", type=FolderOrId())
 @options_of(PruneOptions)
 @json_option
-def command(root: Path, *, as_json: bool, **typed: Any) -> None:
+def command(root: str, *, as_json: bool, **typed: Any) -> None:
     """Show which checkpoints of the runs under ROOT (by default this folder) can go; --apply removes them.
 
     Every run keeps its last complete and its best checkpoints, the newest from which training can go on, the one that
@@ -33,7 +33,7 @@ def command(root: Path, *, as_json: bool, **typed: Any) -> None:
     choices = prune(
         root,
         options,
-        configuration(None, [str(root)]).criteria,
+        configuration(None, [root]).criteria,
         gone=lambda folder: click.echo(f"{done} {printable(str(folder))}", err=True),
     )
     if as_json:
@@ -54,4 +54,4 @@ def command(root: Path, *, as_json: bool, **typed: Any) -> None:
         return
     from lora_tool.cli.inventory_view import show_choices  # rich, only for people
 
-    show_choices(choices, root, sys.stdout, done=options.apply)
+    show_choices(choices, expanded(root), sys.stdout, done=options.apply)

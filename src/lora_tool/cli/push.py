@@ -7,14 +7,13 @@ import os
 import sys
 import threading
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from lora_tool.cli.configuration import Configured, configured, rule_choice
 from lora_tool.cli.exit_codes import INTERRUPTED
-from lora_tool.cli.options import UserPath, config_option, json_option, options_of, quiet_option, typed_as
+from lora_tool.cli.options import FolderOrId, config_option, json_option, options_of, quiet_option, typed_as
 from lora_tool.cli.terminal import progress_bar, warn
 from lora_tool.core.hub_names import FORMS, hub_name, require_ref_name
 from lora_tool.workflows.caller import Caller
@@ -51,7 +50,7 @@ def pushed_to(repo: tuple[Repository, str | None], option: str, revision: str | 
 
 
 @click.command("push", cls=Configured, epilog="Example: lora-tool push my-reward-model/ me/my-reward-model --dry-run")
-@click.argument("folder", type=UserPath())
+@click.argument("folder", type=FolderOrId())
 @click.argument("repo", type=repository)
 @options_of(PublishOptions)
 @click.option("--dry-run", is_flag=True, help="Print the plan and create nothing.")
@@ -62,7 +61,7 @@ def pushed_to(repo: tuple[Repository, str | None], option: str, revision: str | 
 def command(
     ctx: click.Context,
     /,
-    folder: Path,
+    folder: str,
     repo: tuple[str, str | None],
     *,
     dry_run: bool,

@@ -11,7 +11,7 @@ import click
 
 from lora_tool.cli.configuration import Configured, configured, rule_choice
 from lora_tool.cli.options import (
-    UserPath,
+    FolderOrId,
     config_option,
     fail_on_option,
     format_option,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @click.command("verify", cls=Configured, epilog="Example: lora-tool verify my-reward-model/")
-@click.argument("merged", nargs=-1, required=True, type=UserPath(), metavar="MERGED...")
+@click.argument("merged", nargs=-1, type=FolderOrId(), metavar="[MERGED]...")
 @options_of(VerifyOptions)
 @option_in(Section.CHECKS, "--sample", is_flag=True, help="Compare samples of every tensor instead of every value.")
 @plot_option("Draw the margins of --pairs")
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 @verbose_option
 @click.pass_context
 def command(
-    ctx: click.Context, /, merged: tuple[Path, ...], *, plot: Path | None, tensors: bool, quiet: bool, **typed: Any
+    ctx: click.Context, /, merged: tuple[str, ...], *, plot: Path | None, tensors: bool, quiet: bool, **typed: Any
 ) -> int:
-    """Compare the model folder MERGED with its base and adapter, whichever tool merged it.
+    """Compare the model MERGED (by default this folder) with its base and adapter, whichever tool merged it.
 
     Every tensor is checked: one that the adapter does not change must have the base's bytes, any other must be W + ΔW,
     computed again. An adapter that `combine`, `resize`, `prepare`, `extract` or `convert` wrote is compared with what
@@ -72,6 +72,7 @@ def command(
     )
     caller = Caller(progress=partial(progress_bar, quiet=quiet or form is Form.JSON))
     _require_drawable(plot, typed["pairs"])
+    merged = merged or (".",)
     if len(merged) > 1:
         for name, given in (("--plot", plot), ("--tensors", tensors)):
             if given:
@@ -87,7 +88,7 @@ def command(
     if plot is not None and verification.pairs is not None:
         from lora_tool.workflows.drawing import drawer
 
-        drawer().margins(folder.resolve().name, verification.pairs, plot)
+        drawer().margins(Path(folder).resolve().name, verification.pairs, plot)
         say_drawn(plot)
     reporting.write_files(lambda form: _text(verification, form, reporting.least, tensors=tensors))
     return reporting.code_of(verification)

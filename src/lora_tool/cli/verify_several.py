@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -20,7 +19,7 @@ from lora_tool.workflows.verify import VerifiedOne, VerifyOptions, verify_each
 
 
 def show_each(
-    folders: Sequence[Path], options: VerifyOptions, caller: Caller, reporting: Reporting, *, quiet: bool
+    folders: Sequence[str], options: VerifyOptions, caller: Caller, reporting: Reporting, *, quiet: bool
 ) -> int:
     """Verify each folder and report; return the exit code of the worst. What stops one stops no other."""
     seen = [_Seen(one=one, code=_code_of(one, reporting)) for one in verify_each(folders, options, caller)]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.checkpoints import ShardedDir, open_sharded
+from lora_tool.checkpoints.sources import Wanted, beside, located, source_of
 from lora_tool.core.choices import flag
-from lora_tool.core.display import from_here
 from lora_tool.core.options import Options, option
 from lora_tool.plans.consolidate.plan_consolidate import StateOptions, What, plan_consolidate
 from lora_tool.plans.core.options import OUTPUT, ResumableOptions, SpreadOptions
@@ -51,7 +51,8 @@ def consolidate(
     require_part(caller, options, spread)
     if options.out is not None:
         require_output(Path(options.out), options, checkpoint)
-    opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(checkpoint)
+    everything = Wanted.EVERYTHING
+    opened = checkpoint if isinstance(checkpoint, ShardedDir) else open_sharded(located(checkpoint, everything).path)
     if options.out is not None or options.what is not What.AUTO:
         require_apart(_output(opened, options, str(options.what)), options, opened.root)  # before hours of reading
     plan = plan_consolidate(opened, options)
@@ -64,5 +65,4 @@ def _output(opened: ShardedDir, options: ConsolidateOptions, what: str) -> Path:
     """Return the folder to write; by default a sibling that is called after `what` it holds."""
     if options.out is not None:
         return Path(options.out)
-    folder = opened.root.resolve()
-    return from_here(folder.parent / f"{folder.name}-{what}")
+    return beside(source_of(opened.root), what)

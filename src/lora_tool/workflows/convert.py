@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.checkpoints.sources import Reference, opened_model
+from lora_tool.checkpoints.sources import Reference, beside, opened_model, source_of
 from lora_tool.core.choices import codes, flag
-from lora_tool.core.display import from_here
 from lora_tool.core.errors import WrongValue
 from lora_tool.core.options import option
 from lora_tool.plans.convert.forms import AdapterForm
@@ -58,7 +57,7 @@ def convert(adapter: Reference, to: AdapterForm | str, options: ConvertOptions, 
     if options.out is not None:
         require_output(Path(options.out), options, adapter)
     found = convertible(adapter, options.base)
-    out = Path(options.out) if options.out is not None else _default_output(found.adapter.root, form)
+    out = Path(options.out) if options.out is not None else beside(source_of(found.adapter.root), form)
     require_apart(out, options, found.adapter.root)
     from lora_tool.plans.convert.plan_convert import plan_convert  # after the inputs are known to be right
 
@@ -76,8 +75,3 @@ def convert(adapter: Reference, to: AdapterForm | str, options: ConvertOptions, 
         ignore=options.ignore,
     )
     return carry_out(plan, out, options, caller)
-
-
-def _default_output(adapter: Path, form: AdapterForm) -> Path:
-    folder = adapter.resolve()
-    return from_here(folder.parent / f"{folder.name}-{form}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from lora_tool.checkpoints.sources import Wanted, located
 from lora_tool.core.display import as_html, counted, json_data, number, printable, size
 from lora_tool.core.tables import Table
 from lora_tool.verification.validating import Criteria
@@ -85,6 +86,7 @@ class Listing(Struct, frozen=True, kw_only=True):
 def ls(root: str | os.PathLike[str] = ".", *, criteria: Criteria | None = None) -> Listing:
     """Return every checkpoint under `root`, run by run, each with its verdict under the `criteria`, by default all rules.
 
-    Raises `NotACheckpoint` where `root` is not a folder.
+    `root` may be an adapter on the Hub. Raises as `checkpoints.sources.resolve`.
     """
-    return Listing(root=Path(root), runs=tuple(inventory(Path(root), criteria or Criteria())))
+    folder = located(root, Wanted.ADAPTER).path
+    return Listing(root=folder, runs=tuple(inventory(folder, criteria or Criteria())))

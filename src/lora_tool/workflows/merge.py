@@ -28,6 +28,7 @@ from lora_tool.checkpoints.sources import (
     Reference,
     Source,
     Wanted,
+    beside,
     located,
     moved_to,
     open_adapter_at,
@@ -36,7 +37,7 @@ from lora_tool.checkpoints.sources import (
     resolve,
     source_of,
 )
-from lora_tool.core.display import from_here, size
+from lora_tool.core.display import size
 from lora_tool.core.engines import Spread
 from lora_tool.core.errors import (
     CheckpointError,
@@ -84,15 +85,7 @@ class FoundInputs(Struct, frozen=True, kw_only=True):
 
     @property
     def default_output(self) -> Path:
-        return default_output(self.sources[0])
-
-
-def default_output(adapter: Source) -> Path:
-    """Return where a merged model goes by default: a `-merged` sibling of the adapter, here for one of the Hub."""
-    if adapter.hub_id is not None:
-        return Path(f"{adapter.hub_id.rpartition('/')[2]}-merged")
-    folder = adapter.path.resolve()
-    return from_here(folder.parent / f"{folder.name}-merged")
+        return beside(self.sources[0], "merged")
 
 
 def merge_inputs(
@@ -320,4 +313,4 @@ def _require_named_output(adapters: Sequence[Reference], options: MergeArguments
 def _default_output_of(adapter: Reference) -> Path | None:
     """Return the default output of an adapter that is on this disk, None for one that is named on the Hub."""
     path = adapter.root if not isinstance(adapter, str | os.PathLike) else expanded(adapter)
-    return default_output(source_of(path)) if path.exists() else None
+    return beside(source_of(path), "merged") if path.exists() else None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from lora_tool.checkpoints.path_suggestions import probably_meant
+from lora_tool.checkpoints.sources import unfetched
 from lora_tool.core.choices import count, flag
-from lora_tool.core.errors import WrongValue
+from lora_tool.core.errors import NotACheckpoint, WrongValue
 from lora_tool.core.options import Options, option
 from lora_tool.execution.folder import remove, require_room
 from lora_tool.verification.validating import Criteria
@@ -33,14 +36,18 @@ class PruneOptions(Options):
 
 
 def prune(
-    root: Path, options: PruneOptions, criteria: Criteria, *, gone: Callable[[Path], None] = lambda _: None
+    root: str | os.PathLike[str],
+    options: PruneOptions,
+    criteria: Criteria,
+    *,
+    gone: Callable[[Path], None] = lambda _: None,
 ) -> tuple[PruneChoice, ...]:
     """Return which checkpoints of the runs under `root` stay and which go, and with `apply` remove or move these.
 
     `criteria` say which are valid; `gone` is called with each as it is removed. Raises `NotACheckpoint` where `root` is
-    not a folder, `ExecutionError` for what cannot be removed, `OutputExists` for what the trash holds already.
+    no folder of this disk, `ExecutionError` for what cannot be removed, `OutputExists` for what the trash holds already.
     """
-    trash = None if options.trash is None else Path(options.trash)
+    trash, root = None if options.trash is None else Path(options.trash), _on_this_disk(os.fspath(root))
     listed = inventory(root, criteria)
     choices = tuple(
         choice
@@ -56,3 +63,12 @@ def prune(
         remove(folder, trash=places.get(folder))
         gone(folder)
     return choices
+
+
+def _on_this_disk(root: str) -> Path:
+    """Return the folder. Raises `NotACheckpoint` for what can only be on the Hub, where nothing is removed."""
+    source = unfetched(root)
+    if source.hub_id is not None:
+        message = f"{root}: no such folder, and prune removes nothing on the Hub"
+        raise NotACheckpoint(message, hint=probably_meant(root) or f"lora-tool ls {shlex.quote(root)}")
+    return source.path

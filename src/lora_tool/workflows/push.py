@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from lora_tool.checkpoints.sources import Reference, Wanted, located
 from lora_tool.core.options import option
 from lora_tool.hub.options import PushCheck, PushOptions
 from lora_tool.workflows.caller import LIBRARY, Caller
@@ -39,7 +40,7 @@ class Published(Struct, frozen=True, kw_only=True):
 
 
 def push(
-    folder: Path,
+    folder: Reference,
     repo: str,
     options: PublishOptions,
     caller: Caller = LIBRARY,
@@ -47,7 +48,7 @@ def push(
     planned: Callable[[PushPlan], None] = lambda _: None,
     bars: bool = False,
 ) -> Published:
-    """Publish `folder`, an adapter or a model, as the repository `repo`: validated first, in one commit.
+    """Publish `folder`, an adapter or a model, here or on the Hub, as the repository `repo`: validated first, in one commit.
 
     `planned` is called with the plan before anything is sent; `bars` shows huggingface_hub's own. Raises as `plan_push`
     and `hub.pushing.push` do.
@@ -56,6 +57,7 @@ def push(
     from lora_tool.hub.hashing import with_hashes
     from lora_tool.hub.planning import plan_push
 
+    folder = located(folder, Wanted.MODEL).path
     with caller.progress("comparing with the Hub", _bytes_of(folder)) as advance:
         plan = plan_push(folder, repo, options, progress=advance)
     planned(plan)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from lora_tool.checkpoints import ModelDir, open_model
-from lora_tool.checkpoints.sources import Reference, opened_model
+from lora_tool.checkpoints.sources import Reference, Wanted, located, opened_model
 from lora_tool.core.choices import flag, proportion
 from lora_tool.core.errors import LoraToolError, WrongValue, of_system, require_packages
 from lora_tool.core.hub_names import ANYWHERE
@@ -102,7 +102,7 @@ class VerifyOptions(JobsOptions, SelectOptions, SpreadOptions, PairOptions):
 class VerifiedOne(Struct, frozen=True, kw_only=True):
     """What became of one folder of several: its verification, or the `error` that stopped that."""
 
-    folder: Path
+    folder: str | Path
     verification: Verification | None = None
     error: LoraToolError | None = None
 
@@ -138,6 +138,8 @@ def verify(
     spread = options.spread
     spread.require()
     pairs = read_given_pairs(options)
+    if isinstance(merged, str | os.PathLike):
+        merged = located(merged, Wanted.MODEL).path
     computed = find_computed(merged, options.adapters, base=options.base)
     if computed is not None:
         return _verify_computed(computed, merged, options, caller)
@@ -183,7 +185,9 @@ def _prompts(options: VerifyOptions) -> Sequence[str] | None:
     return read_prompts(Path(options.prompts))
 
 
-def verify_each(folders: Sequence[Path], options: VerifyOptions, caller: Caller = LIBRARY) -> tuple[VerifiedOne, ...]:
+def verify_each(
+    folders: Sequence[str | Path], options: VerifyOptions, caller: Caller = LIBRARY
+) -> tuple[VerifiedOne, ...]:
     """Return what became of each folder: a base that several name is opened once, and what stops one stops no other.
 
     Raises `WrongValue` for adapters, which are those of one folder, and `CheckpointError` for a base that is given and
@@ -198,7 +202,7 @@ def verify_each(folders: Sequence[Path], options: VerifyOptions, caller: Caller 
 
 
 def _verified(
-    folder: Path, options: VerifyOptions, caller: Caller, open_base: Callable[[Path], ModelDir]
+    folder: str | Path, options: VerifyOptions, caller: Caller, open_base: Callable[[Path], ModelDir]
 ) -> VerifiedOne:
     try:
         return VerifiedOne(folder=folder, verification=verify(folder, options, caller, open_base=open_base))

@@ -28,6 +28,11 @@ _SERVER_FAULT = 500
 _UNWANTED = ["original/*", "onnx/*", "consolidated*", "*/*"]
 
 
+def _left_out(patterns: Sequence[str]) -> list[str]:
+    """Return what is not downloaded whatever it is called, unless everything is wanted."""
+    return [] if "*" in patterns else _UNWANTED
+
+
 class _Answers:
     """Watches the Hub's answers: whether a good one ever came, and since when none has."""
 
@@ -61,7 +66,7 @@ def in_cache(repo: str, revision: str | None, patterns: Sequence[str]) -> Path |
     Raises `NotACheckpoint` where `repo` cannot be a repository's name.
     """
     try:
-        wanted: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": _UNWANTED}
+        wanted: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": _left_out(patterns)}
         return Path(snapshot_download(repo, revision=revision, local_files_only=True, **wanted))
     except HFValidationError as error:
         raise NotACheckpoint(f"{repo}: neither a folder nor a Hub id") from error
@@ -85,7 +90,7 @@ def download(
     `absent` describes the repository in an error: where else it was searched. Raises `HubRefused`, `HubUnreachable`,
     `NotACheckpoint`, and the errors of `look`.
     """
-    answers, fetch = _Answers(), partial(snapshot_download, repo, ignore_patterns=_UNWANTED)
+    answers, fetch = _Answers(), partial(snapshot_download, repo, ignore_patterns=_left_out(weights))
     in_words = partial(_in_our_words, repo, revision, absent)
     if constants.HF_HUB_OFFLINE:
         cached = _cached(repo, revision, beside, weights)

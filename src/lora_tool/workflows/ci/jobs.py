@@ -23,6 +23,7 @@ from lora_tool.checkpoints import (
     open_checkpoint,
     open_sharded,
 )
+from lora_tool.checkpoints.sources import Wanted, located
 from lora_tool.core.errors import CheckpointError, CorruptFile, LoraToolError, NotACheckpoint, WrongValue
 from lora_tool.core.version import __version__
 from lora_tool.execution.folder import replace_file
@@ -48,7 +49,8 @@ def sweep_of(job: Job) -> Sweep:
     What lies in the outputs is left out. A folder that cannot be opened has a job, which says so. Raises
     `NotACheckpoint` where none is found, `WrongValue` where two would be written to one folder.
     """
-    looked = {folder: _look(folder) for folder in _folders(job)}
+    root = located(job.checkpoint, Wanted.ADAPTER).path
+    looked = {folder: _look(folder) for folder in _folders(root, job.output)}
     left_out = dict(_left_out(looked))
     trained = [folder for folder, one in looked.items() if folder not in left_out and not one.bare]
     found = [folder for folder in trained if not (folder.parent in trained and _is_latest_of(folder.parent, folder))]
@@ -58,19 +60,16 @@ def sweep_of(job: Job) -> Sweep:
             hint=f"lora-tool ls {shlex.quote(str(job.checkpoint))} lists what there is",
         )
     out = job.output
-    jobs = {
-        folder: replace(job, checkpoint=folder, output=out / _name(folder, job.checkpoint), sweep=out)
-        for folder in found
-    }
+    jobs = {folder: replace(job, checkpoint=folder, output=out / _name(folder, root), sweep=out) for folder in found}
     _require_apart((one, looked[folder].may_consolidate) for folder, one in jobs.items())
     return Sweep(jobs=tuple(jobs.values()), left_out=left_out)
 
 
-def _folders(job: Job) -> Iterator[Path]:
+def _folders(root: Path, out: Path) -> Iterator[Path]:
     listed = [
         folder
-        for folder in checkpoints_under(job.checkpoint, signs=(adapter_config.FILE_NAME,), links=True)
-        if not _lies_in(folder, job.output)
+        for folder in checkpoints_under(root, signs=(adapter_config.FILE_NAME,), links=True)
+        if not _lies_in(folder, out)
     ]
     seen = {os.path.realpath(folder) for folder in listed if not folder.is_symlink()}
     for folder in listed:

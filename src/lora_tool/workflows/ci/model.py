@@ -46,7 +46,8 @@ class CiOptions(MergeOptions, PairOptions, RankFileOptions, BranchOptions):
 class Job(Struct, frozen=True, kw_only=True):
     """What is to be done with one checkpoint."""
 
-    checkpoint: Path
+    checkpoint: str | Path
+    """A folder or a Hub id."""
     output: Path
     options: CiOptions = field(default_factory=CiOptions)
     pairs: Pairs | None = None

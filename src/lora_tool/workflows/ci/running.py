@@ -54,7 +54,7 @@ def ci_each(
     sweep = sweep_of(job)
     for folder, what in sweep.left_out.items():
         left_out(folder, what)
-    options = with_opened_base(job.options, near=sweep.jobs[0].checkpoint)
+    options = with_opened_base(job.options, near=Path(sweep.jobs[0].checkpoint))
     open_base = cache(opened_model)
     done = []
     for one in sweep.jobs:

@@ -19,7 +19,7 @@ from lora_tool.checkpoints import (
     open_checkpoint,
     open_sharded,
 )
-from lora_tool.checkpoints.sources import opened_model
+from lora_tool.checkpoints.sources import Wanted, located, may_hold, opened_model, unfetched
 from lora_tool.core.display import as_options, counted, size
 from lora_tool.core.errors import (
     FindingsFound,
@@ -68,7 +68,7 @@ class Stages:
         self._on_plan = on_plan
         self._open_base = open_base
         self._cache = StageCache(job.output)
-        self._root = job.checkpoint
+        self._root = Path(job.checkpoint)
         self._opened: Checkpoint | None = None
         self._needs_consolidation = False
         self._merged: FoundInputs | None = None
@@ -89,7 +89,8 @@ class Stages:
             from lora_tool.hub.session import require_client  # slow to import
 
             require_client()  # before hours of reading, as everything that can be known then
-        opened = open_checkpoint(job.checkpoint)
+        self._root = located(job.checkpoint, Wanted.ADAPTER).path
+        opened = open_checkpoint(self._root)
         summary = f"{opened.kind} {job.checkpoint}"
         if isinstance(opened, RunDir):
             self._root, why = self._best(opened)
@@ -135,9 +136,12 @@ class Stages:
 
     def _judged(self, opened: Checkpoint, *, checkpoints: bool = False) -> Report:
         job, options = self._job, self._job.options
+        base = options.base
+        if isinstance(base, str) and unfetched(base, self._root).hub_id is not None and not may_hold(base):
+            base = None  # the merge downloads it, and judges both
         return validate(
             opened,
-            base=options.base,
+            base=base,
             near=self._root,
             task=options.task,
             num_labels=options.num_labels,
