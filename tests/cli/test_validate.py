@@ -304,8 +304,10 @@ def test_a_base_that_is_not_here_to_compare_with_is_skipped_and_strict_fails(
     assert f"skipped LT520 on {adapter}: whether {base} is the base that the adapter names was not checked" in plain.out
     assert named in plain.out
     assert "--ignore LT520" in plain.out
-    assert call("validate", adapter, "--base", base, "--strict").code == 1
-    assert call("validate", adapter, "--base", base, "--strict", "--ignore", "LT520").code == 0
+    for command in (("validate", adapter), ("ci", adapter, "-o", tmp_path / "out", "--dry-run")):
+        strict = call(*command, "--base", base, "--strict")
+        assert (strict.code, "skipped LT520" in strict.out) == (1, True)
+        assert call(*command, "--base", base, "--strict", "--ignore", "LT520").code == 0
 
 
 def test_a_good_adapter_with_its_base_has_nothing_skipped(call: Caller) -> None:

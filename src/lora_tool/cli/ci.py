@@ -12,7 +12,7 @@ import click
 
 from lora_tool.checkpoints.sources import beside, unfetched
 from lora_tool.cli.ci_view import code_of, report_lines, report_of, set_github_output, stage_line, write_reports
-from lora_tool.cli.configuration import Configured, RuleChoice, configured, rule_choice
+from lora_tool.cli.configuration import Configuration, Configured, RuleChoice, configured, rule_choice
 from lora_tool.cli.options import (
     FolderOrId,
     config_option,
@@ -22,6 +22,7 @@ from lora_tool.cli.options import (
     quiet_option,
     report_option,
     reward_option,
+    strict_option,
     typed_as,
     typed_task,
     verbose_option,
@@ -31,13 +32,13 @@ from lora_tool.cli.reporting import ReportFile, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say
 from lora_tool.core.display import printable
 from lora_tool.core.options import Section
+from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
 from lora_tool.core.report.model import Report
 from lora_tool.hub.options import BranchOptions
 from lora_tool.plans.consolidate.plan_consolidate import RankFileOptions
 from lora_tool.plans.merge.options import MergeOptions
 from lora_tool.rules.engine.registry import RULES
-from lora_tool.verification.validating import Criteria
 from lora_tool.workflows.ci.model import CiOptions, Job, Outcome, Status
 from lora_tool.workflows.verify import PairOptions, read_given_pairs
 
@@ -56,6 +57,7 @@ from lora_tool.workflows.verify import PairOptions, read_given_pairs
 )
 @options_of(PairOptions)
 @options_of(RankFileOptions)
+@strict_option
 @click.option("--dry-run", is_flag=True, help="Validate and print what would be done, but write nothing.")
 @option_in(
     Section.HUB,
@@ -84,7 +86,7 @@ def command(ctx: click.Context, /, **_: Any) -> int:
     settings = configured(ctx)
     rules = rule_choice(ctx, settings)
     files = report_files(options["reports"], settings)
-    job = _job(options, rules, files, settings.criteria)
+    job = _job(options, rules, files, settings)
     if options["each"]:
         if options["push"] is not None:
             one = "push the one that you choose with `lora-tool push`"
@@ -114,19 +116,22 @@ def command(ctx: click.Context, /, **_: Any) -> int:
     return code_of(outcome)
 
 
-def _job(typed: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile, ...], criteria: Criteria) -> Job:
+def _job(typed: Mapping[str, Any], rules: RuleChoice, files: tuple[ReportFile, ...], settings: Configuration) -> Job:
     repo, branch = pushed_to(typed["push"] or (None, None), "--push", typed["revision"])
+    strict, criteria = typed["strict"] or bool(settings.strict), settings.criteria
+    judged = rules.arguments() | ({"fail_on": Severity.WARNING} if strict else {})
     options = typed_as(
         CiOptions,
         typed,
         push=repo,
         revision=branch,
         dry_run=typed["dry_run"],
-        deep=criteria.deep,
+        strict=strict,
+        deep=True if strict else criteria.deep,
         servers=criteria.servers,
         reports=tuple(file.path for file in files),
         **typed_task(typed),
-        **rules.arguments(),
+        **judged,
     )
     found = unfetched(typed["checkpoint"])
     output = Path(options.out) if options.out else beside(found, "merged")

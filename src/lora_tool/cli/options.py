@@ -198,6 +198,12 @@ fail_on_option = option_in(
     show_default=True,
     help="Fail on findings of this severity or worse.",
 )
+strict_option = option_in(
+    Section.CHECKS,
+    "--strict",
+    is_flag=True,
+    help="Read all weights, and also exit with 1 for warnings and for rules that could not run.",
+)
 report_option = option_in(
     Section.PRINTED,
     "--report",

@@ -19,17 +19,16 @@ from lora_tool.cli.options import (
     fail_on_option,
     format_option,
     json_option,
-    option_in,
     options_of,
     quiet_option,
     report_option,
+    strict_option,
     typed_as,
     verbose_option,
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, show_error, wants_colour
 from lora_tool.core.display import as_cell, as_options, counted, json_data, json_text, printable
-from lora_tool.core.options import Section
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
 from lora_tool.core.report.model import Report, joined
@@ -48,12 +47,7 @@ _COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 @options_of(ValidateEachOptions)
 @click.option("--rm", "reward", is_flag=True, help="Expect a reward model: a head with one label.")
 @fail_on_option
-@option_in(
-    Section.CHECKS,
-    "--strict",
-    is_flag=True,
-    help="Read all weights, and also exit with 1 for warnings and for rules that could not run.",
-)
+@strict_option
 @format_option
 @report_option
 @config_option

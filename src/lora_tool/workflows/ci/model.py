@@ -28,6 +28,7 @@ from lora_tool.workflows.verify import PairOptions
 class CiOptions(MergeOptions, PairOptions, RankFileOptions, BranchOptions):
     """The options of a pipeline: those of its stages, and what is published."""
 
+    strict: bool = option(default=False, text="Fail on rules that could not run, too.", library_only=True)
     deep: bool | None = option(None, "Read all weights, or none; None reads those of adapters.", library_only=True)
     servers: frozenset[str] = option(frozenset(), "Servers that will serve the result.", library_only=True)
     push: str | None = option(None, "Repository on the Hub to publish the result to.", library_only=True)
@@ -58,6 +59,10 @@ class Job(Struct, frozen=True, kw_only=True):
     @property
     def fail_on(self) -> Severity:
         return Severity(self.options.fail_on)
+
+    def fails(self, report: Report) -> bool:
+        """Return whether a stage with this report fails: for a finding, and if `strict` for a rule that could not run."""
+        return bool(report.at_least(self.fail_on) or (self.options.strict and report.skipped))
 
     @property
     def consolidated(self) -> Path:

@@ -126,13 +126,12 @@ class Stages:
         failing = report.at_least(job.fail_on)
         reassemble = bool(failing) and has_rank_files(opened)
         self._needs_consolidation = isinstance(opened, ShardedDir) or reassemble
-        if failing and not (reassemble and _curable(failing)):
-            return Stage(name="validate", status=Status.FAILED, summary=report.counts(), report=report)
+        if job.fails(report) and not (reassemble and _curable(failing)):
+            return Stage(name="validate", status=Status.FAILED, summary=_counts_and_skipped(report), report=report)
         what = "; the rank files beside it will be reassembled" if failing else ""
         # findings that consolidating mends are not the run's: the new adapter is judged again
         kept = replace(report, findings=()) if failing else report
-        what += f", {counted(len(report.skipped), 'rule')} skipped" if report.skipped else ""
-        return Stage(name="validate", status=Status.PASSED, summary=report.counts() + what, report=kept)
+        return Stage(name="validate", status=Status.PASSED, summary=_counts_and_skipped(report, what), report=kept)
 
     def _judged(self, opened: Checkpoint, *, checkpoints: bool = False) -> Report:
         job, options = self._job, self._job.options
@@ -185,8 +184,8 @@ class Stages:
     def _put_together(self, folder: Path, status: Status, summary: str) -> Stage:
         self._opened = open_checkpoint(folder)
         report = self._judged(self._opened)
-        if report.at_least(self._job.fail_on):
-            return Stage(name="consolidate", status=Status.FAILED, summary=report.counts(), report=report)
+        if self._job.fails(report):
+            return Stage(name="consolidate", status=Status.FAILED, summary=_counts_and_skipped(report), report=report)
         return Stage(name="consolidate", status=status, summary=summary, report=report)
 
     def merge(self) -> Stage:
@@ -279,7 +278,7 @@ class Stages:
         from lora_tool.verification.text import summary_json
         from lora_tool.verification.verifying import verify_inputs
 
-        options = ("verify", job.options.ignore, job.options.fail_on, job.pairs)
+        options = ("verify", job.options.ignore, job.options.fail_on, job.options.strict, job.pairs)
         key = key_of(options, [*merged.paths, self.result], own=job.own)
         done, ranking = self._cache.summary("verify", key, self.result), self._cache.ranking("verify")
         if done is not None and (job.pairs is None or ranking is not None):
@@ -317,10 +316,10 @@ class Stages:
         failing = found.report.at_least(self._job.fail_on)
         pairs = found.pairs
         ranking = None if pairs is None else Ranked.of(pairs.merged)
-        if not failing:
+        if not self._job.fails(found.report):
             return Stage(name="verify", status=Status.PASSED, summary=summary, report=found.report, ranking=ranking)
         kind = VerificationFailed if found.says_wrong(self._job.fail_on) else FindingsFound
-        error = kind(str(failing[0]), hint=failing[0].hint)
+        error = kind(str(failing[0]), hint=failing[0].hint) if failing else None
         return Stage(
             name="verify", status=Status.FAILED, summary=summary, report=found.report, ranking=ranking, error=error
         )
@@ -345,6 +344,10 @@ class Stages:
             raise AssertionError("no dry run")
         status = Status.PASSED if done.changed else Status.REUSED
         return Stage(name="push", status=status, summary=f"{done.url} at {done.commit[:12]}")
+
+
+def _counts_and_skipped(report: Report, what: str = "") -> str:
+    return report.counts() + what + (f", {counted(len(report.skipped), 'rule')} skipped" if report.skipped else "")
 
 
 def _curable(findings: Iterable[Finding]) -> bool:
