@@ -20,7 +20,7 @@ from lora_tool.core.report import Finding, Severity
 from lora_tool.formats.manifest import fingerprint
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.formats.training_record import FILE_NAME
-from lora_tool.verification.validating import unresumable_reason, validate
+from lora_tool.verification.validating import judge_save, validate
 from lora_tool_train.methods import Method
 from lora_tool_train.traps import TrainingFailed, trap
 
@@ -115,29 +115,35 @@ def last_valid(output: Path) -> ResumeChoice:
     names = read_folder(output).checkpoints if output.is_dir() else ()
     skipped: list[Finding] = []
     for path in (output / name for name in reversed(names)):
-        why = unusable(path)
-        if why is None:
+        why, hint = unusable(path)
+        if not why:
             return ResumeChoice(path=path, skipped=tuple(skipped))
-        skipped.append(
-            trap("unusable-checkpoint", f"lora-tool validate {shlex.quote(str(path))} --deep", where=str(path), why=why)
-        )
+        skipped.append(trap("unusable-checkpoint", hint, where=str(path), why=why))
     return ResumeChoice(skipped=tuple(skipped))
 
 
 def named(path: Path) -> ResumeChoice:
     """Return the checkpoint that was named. Raises `TrainingFailed` if no run can go on from it."""
-    why = unusable(path) if path.is_dir() else "no such folder"
-    if why is not None:
-        hint = "--resume auto takes the last complete checkpoint; lora-tool ci makes a base of anything else"
-        raise TrainingFailed(f"{path}: cannot be resumed from: {why}", hint=hint)
+    why, hint = unusable(path) if path.is_dir() else ("no such folder", None)
+    if why:
+        raise TrainingFailed(f"{path}: cannot be resumed from: {why}", hint=f"{_OR_AUTO}; {hint}" if hint else _OR_AUTO)
     return ResumeChoice(path=path)
 
 
-def unusable(path: Path) -> str | None:
-    """Return why transformers' Trainer cannot go on from the checkpoint `path`; None if it can. Every value is read."""
-    if not (path / TRAINER_STATE).is_file():
-        return f"has no {TRAINER_STATE}: it was not saved completely, or not by transformers' Trainer"
-    return unresumable_reason(path)
+_OR_AUTO = "--resume auto takes the last complete checkpoint"
+
+
+def unusable(path: Path) -> tuple[str, str | None]:
+    """Return why transformers' Trainer cannot go on from the checkpoint `path`, "" if it can, and the command to type next.
+
+    Every value is read.
+    """
+    worth = judge_save(path)
+    quoted = shlex.quote(str(path))
+    other = f"lora-tool ci {quoted} makes a base of it"
+    if worth.incomplete is None and not (path / TRAINER_STATE).is_file():
+        return f"has no {TRAINER_STATE}: it was not saved completely, or not by transformers' Trainer", other
+    return worth.unresumable or "", f"lora-tool validate {quoted} --deep" if worth.bad or worth.incomplete else other
 
 
 def saved_in(outputs: Iterable[Path], *, since: float = 0.0) -> Iterator[Saved]:

@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lora_tool.checkpoints import ShardedKind, kinds
 from lora_tool.checkpoints.deepspeed import ZERO
 from lora_tool.checkpoints.fsdp import DCP
-from lora_tool.verification.validating import unresumable_reason
+from lora_tool.verification.validating import judge_save
 from lora_tool_train.results import named
 from lora_tool_train.traps import TrainingFailed
 from tests.cli.calling import Caller
@@ -198,7 +198,7 @@ def test_it_knows_which_kinds_a_trainer_can_resume_from(kind: str, samples: dict
     assert isinstance(found, ShardedKind)
     checkpoint = Path(shutil.copytree(samples[kind].root, tmp_path / "checkpoint-2"))
     shutil.copy(TRAINER_STATE, checkpoint)
-    why = unresumable_reason(checkpoint)
+    why = judge_save(checkpoint).unresumable
     if found in (ZERO, DCP) or kind == "FSDP full state dict":
         assert found.resumed_by_trainer
         assert why is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lora_tool.core.report.findings import RunCheckpoint
+from lora_tool.verification.validating import Criteria, judge_save
 from lora_tool.workflows.inventory import Why, choose, inventory
+from lora_tool.workflows.prune import PruneOptions, prune
 from tests.mutations import FIXTURES
 
 Injury = Callable[[Path], object]
@@ -71,10 +74,15 @@ def points_nowhere(folder: Path) -> None:
     (folder / "latest").write_text("global_step6")
 
 
-def fsdp_optimizer_begun(folder: Path) -> None:
-    (folder / "optimizer.pt").unlink()
-    (folder / "optimizer_0").mkdir()
-    (folder / "optimizer_0" / "__0_0.distcp").write_bytes(b"begun")
+def fsdp_optimizer(injure: Injury = lambda folder: folder) -> Injury:
+    """FSDP's folder of optimizer states in the place of the file."""
+
+    def replace_file(folder: Path) -> None:
+        (folder / "optimizer.pt").unlink()
+        shutil.copytree(FIXTURES / "fsdp2-reward" / "pytorch_model_fsdp_0", folder / "optimizer_0")
+        injure(folder / "optimizer_0")
+
+    return replace_file
 
 
 ADAPTER = ("adapter_config.json", WEIGHTS)
@@ -90,20 +98,47 @@ STATES: dict[str, tuple[Injury, str, str]] = {
         "has no trainer_state.json",
     ),
     "without its state": (gone("trainer_state.json"), "no no yes no", "has no trainer_state.json"),
-    "state cut off": (cut("trainer_state.json"), "no no no no", "LT113"),
-    "state empty": (emptied("trainer_state.json"), "no no no no", "LT113"),
+    "state cut off": (cut("trainer_state.json"), "no no yes no", "LT113"),
+    "state empty": (emptied("trainer_state.json"), "no no yes no", "LT113"),
     "weights cut off": (cut(WEIGHTS), "yes no no no", "LT101"),
     "weights NaN": (not_a_number, "yes no no no", "LT209"),
-    "optimizer cut off": (cut("optimizer.pt"), "no no yes yes", "optimizer.pt is not a complete"),
-    "optimizer empty": (emptied("optimizer.pt"), "no no yes yes", "optimizer.pt is not a complete"),
-    "optimizer gone": (gone("optimizer.pt"), "no no yes yes", "has no optimizer state, but checkpoint-2 has"),
-    "scheduler cut off": (cut("scheduler.pt"), "no no yes yes", "scheduler.pt is not a complete"),
+    "optimizer cut off": (cut("optimizer.pt"), "no no yes yes", "holds optimizer.pt, which is not a complete"),
+    "optimizer empty": (emptied("optimizer.pt"), "no no yes yes", "holds optimizer.pt, which is not a complete"),
+    "optimizer gone": (gone("optimizer.pt"), "no no yes yes", "has no optimizer state, but checkpoint-4 has"),
+    "scheduler cut off": (cut("scheduler.pt"), "no no yes yes", "holds scheduler.pt, which is not a complete"),
     "scheduler gone": (gone("scheduler.pt"), "no no yes yes", "has no scheduler.pt"),
-    "random states cut off": (cut("rng_state.pth"), "no no yes yes", "rng_state.pth is not a complete"),
-    "random states gone": (gone("rng_state.pth"), "yes yes yes yes", ""),  # the Trainer goes on without them
-    "tag gone": (points_nowhere, "no no yes yes", "`latest` names global_step6, which is not there"),
-    "FSDP's optimizer begun": (fsdp_optimizer_begun, "no no yes yes", "optimizer_0 has no .metadata"),
+    "random states cut off": (cut("rng_state.pth"), "no no yes yes", "holds rng_state.pth, which is not a complete"),
+    "random states gone": (gone("rng_state.pth"), "no no yes yes", "has no random states, but checkpoint-4 has"),
+    "tag gone": (points_nowhere, "no no yes yes", "a `latest` that names global_step6, which is not there"),
+    "FSDP's optimizer": (fsdp_optimizer(), "yes yes yes yes", ""),
+    "FSDP's optimizer begun": (
+        fsdp_optimizer(gone(".metadata")),
+        "no no yes yes",
+        "optimizer_0, which has no .metadata",
+    ),
+    "FSDP's optimizer cut off": (
+        fsdp_optimizer(cut("__1_0.distcp")),
+        "no no yes yes",
+        "lacks __1_0.distcp, or its end",
+    ),
+    "FSDP's optimizer empty": (fsdp_optimizer(emptied("__0_0.distcp")), "no no yes yes", "lacks __0_0.distcp"),
+    "a rank of FSDP's optimizer gone": (fsdp_optimizer(gone("__1_0.distcp")), "no no yes yes", "lacks __1_0.distcp"),
 }
+
+
+@pytest.mark.parametrize(("ranks", "reason"), [((0, 1), ""), ((0,), "has no rng_state_1.pth"), ((1, 2), ""), ((), "")])
+def test_the_random_states_of_every_rank(ranks: tuple[int, ...], reason: str, run: Path) -> None:
+    """Fewer processes have fewer of them, one process has none with a number, and a machine may have only its own."""
+    for step, held in ((2, (0, 1, 2)), (4, (0, 1, 2)), (6, ranks)):
+        state = run / f"checkpoint-{step}" / "rng_state.pth"
+        for rank in held:
+            shutil.copy(state, state.with_name(f"rng_state_{rank}.pth"))
+        if held:
+            state.unlink()
+    assert judged(run).incomplete == (reason or None)
+    if ranks == (1, 2):
+        gone("rng_state_1.pth")(run / "checkpoint-4")
+        assert judged(run, "checkpoint-4").incomplete == "has no rng_state_1.pth"
 
 
 def rows(run: Path) -> dict[str, RunCheckpoint]:
@@ -127,7 +162,7 @@ def test_what_a_save_is_worth_and_prune_keeps_what_can_be_resumed(state: str, ru
     row = chosen["checkpoint-6"].checkpoint.row
     assert worth(row) == expected
     assert reason in (row.unresumable or "")
-    assert not chosen["checkpoint-6"].goes
+    assert chosen["checkpoint-6"].goes is (state == "weights NaN")
     assert chosen["checkpoint-2"].goes
     assert chosen["checkpoint-4"].goes is row.resumable
 
@@ -161,14 +196,15 @@ def test_an_interrupted_save_between_others_goes(run: Path) -> None:
     assert judged(run).rank == 1
 
 
-def test_the_best_may_have_lost_its_optimizer(run: Path) -> None:
+def test_what_lost_its_optimizer_is_not_the_best_and_stays(run: Path) -> None:
     for step, loss in ((2, 0.5), (4, 0.2), (6, 0.3)):
         path = run / f"checkpoint-{step}" / "trainer_state.json"
         state = json.loads(path.read_text())
         path.write_text(json.dumps(state | {"log_history": [{"step": step, "eval_loss": loss}]}))
     gone("optimizer.pt")(run / "checkpoint-4")
     why = {item.checkpoint.root.name: item.why for item in choose(inventory(run), keep_last=1, keep_best=1)}
-    assert why == {"checkpoint-2": Why.OLDER, "checkpoint-4": Why.BEST, "checkpoint-6": Why.LAST}
+    assert why == {"checkpoint-2": Why.OLDER, "checkpoint-4": Why.BEST, "checkpoint-6": Why.BEST}
+    assert [item.root.name for found in inventory(run) for item in found.checkpoints if item.best] == ["checkpoint-6"]
 
 
 def test_a_save_in_progress_is_not_good(run: Path) -> None:
@@ -180,14 +216,12 @@ def test_a_save_in_progress_is_not_good(run: Path) -> None:
 
 
 def test_a_hole_in_the_optimizer_is_seen_where_every_byte_is_read(run: Path) -> None:
-    from lora_tool.verification.validating import unresumable_reason
-
     path = run / "checkpoint-6" / "optimizer.pt"
     data = bytearray(path.read_bytes())
     data[len(data) // 4 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 4)
     path.write_bytes(data)
-    assert unresumable_reason(run / "checkpoint-6") == "optimizer.pt is not a complete torch.save file"
-    assert unresumable_reason(run / "checkpoint-4") is None
+    assert judge_save(run / "checkpoint-6").unresumable == "holds optimizer.pt, which is not a complete torch.save file"
+    assert judge_save(run / "checkpoint-4").unresumable is None
 
 
 def removed(pattern: str) -> Injury:
@@ -198,10 +232,34 @@ def removed(pattern: str) -> Injury:
     return injure
 
 
+@pytest.mark.parametrize("meanwhile", ["cut", "rotated", "written"])
+def test_prune_judges_a_run_again_that_changes_meanwhile(meanwhile: str, run: Path) -> None:
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-1")
+
+    def change(_: Path) -> None:
+        last = run / "checkpoint-6"
+        if meanwhile == "cut":
+            cut(WEIGHTS)(last)
+        elif meanwhile == "rotated":
+            shutil.rmtree(last, ignore_errors=True)
+        else:
+            killed_after(*ADAPTER)(shutil.copytree(last, run / "checkpoint-8", dirs_exist_ok=True))
+
+    options = PruneOptions(keep_last=1, keep_best=0, apply=True)
+    assert prune(run, replace(options, apply=False), Criteria())[2].goes
+    choices = {choice.checkpoint.root.name: choice for choice in prune(run, options, Criteria(), gone=change)}
+    left = {path.name for path in run.iterdir()} - {"checkpoint-8"}
+    whole = {"checkpoint-6"} if meanwhile == "written" else {"checkpoint-4"}
+    assert left == whole | ({"checkpoint-6"} if meanwhile == "cut" else set())
+    assert {name for name, choice in choices.items() if not choice.goes} >= whole
+
+
 RANKS: dict[str, tuple[Injury, str]] = {
     "a rank's optimizer": (removed("*/*rank_1*optim*"), "LT401"),
     "the weights": (removed("*/mp_rank_00_model*"), "LT401"),
-    "all ranks": (removed("global_step*"), "`latest` names global_step2, which is not there"),
+    "all ranks": (removed("global_step*"), "a `latest` that names global_step2, which is not there"),
+    "all ranks and the pointer": (removed("[gl]*"), "has no optimizer state, but checkpoint-2 has"),
+    "the pointer": (removed("latest"), "has global_step2, but no `latest`"),
     "all ranks and the state": (removed("[!a]*"), "has no trainer_state.json"),
 }
 

@@ -22,9 +22,10 @@ def command(root: str, *, as_json: bool, **typed: Any) -> None:
     """Show which checkpoints of the runs under ROOT (by default this folder) can go; --apply removes them.
 
     Every run keeps its last complete and its best checkpoints, the newest from which training can go on, the one that
-    a pointer of DeepSpeed, verl or another framework names, all that are newer than the last complete one, and
-    everything if none is complete. A checkpoint is complete if all of it was saved, and `validate` finds no error in it with the same
-    lora-tool.toml. Finished weights, adapters and models are never touched, nor are links and their targets.
+    a pointer of DeepSpeed, verl or another framework names, all that are newer than the last complete one unless only
+    the values of their weights are wrong (NaN), and everything if none is complete. A checkpoint is complete if all of
+    it was saved, and `validate` finds no error in it with the same lora-tool.toml. Finished weights, adapters and models
+    are never touched, nor are links and their targets.
     """
     from lora_tool.cli.configuration import configuration
 

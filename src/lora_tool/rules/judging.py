@@ -181,6 +181,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         return AdapterSubject(
             checkpoint=adapter,
             scans=scans_of(adapter),
+            whole=self.deep is True,
             view=view,
             base=self.base,
             stored_base=None if self.base is None else ModelSubject(checkpoint=self.base, ask=self.ask),

@@ -163,13 +163,13 @@ def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> t
     )
 
 
-def unresumable_reason(path: Path) -> str | None:
-    """Return why no training can go on from the checkpoint `path`, None if one can; every value of it is read."""
+def judge_save(path: Path) -> Judged:
+    """Return what the save `path` is worth with the base that it names; every value of it is read."""
     try:
         base = named_base(open_checkpoint(path))[0]
     except LoraToolError:  # which is said below
         base = None
-    return judge_checkpoint(path, Criteria(deep=True), base)[0].unresumable
+    return judge_checkpoint(path, Criteria(deep=True), base)[0]
 
 
 def _checkpoint_of_run(
@@ -197,7 +197,7 @@ def _judged(checkpoint: Checkpoint, judge: Judge, adapters: tuple[AdapterDir, ..
         case ModelDir():
             return joined([judge.folder(_model(checkpoint, judge, adapters)), *judge.rank_files_beside(checkpoint)])
         case ShardedDir():
-            return judge.folder(sharded_subject(checkpoint, watch=judge.watch))
+            return judge.folder(sharded_subject(checkpoint, watch=judge.watch, whole=judge.deep is True))
         case RunDir():
             raise AssertionError("the checkpoints of a run are judged one by one")
         case other:

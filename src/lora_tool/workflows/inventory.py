@@ -7,7 +7,7 @@ import os
 import re
 import string
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -56,7 +56,7 @@ class Listed(Struct, frozen=True, kw_only=True):
     row: RunCheckpoint
     sizes: Mapping[FileRole, int]
     best: bool = False
-    """Whether it is the best good checkpoint of its run by the metric, or the latest where the run evaluated nothing."""
+    """Whether it is the best complete checkpoint of its run by the metric, the latest where the run evaluated nothing."""
     pointed_at: bool = False
     """Whether a link under the listed folder leads to it: `best`, or another run's `checkpoint-N`."""
     newest: bool = False
@@ -115,7 +115,7 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
                     kind=kind,
                     row=row,
                     sizes=sizes_of(item.root),
-                    best=row.rank == 1,
+                    best=row.path == table.best,
                     pointed_at=item.root.resolve() in pointed_at,
                     newest=item.root.name in named,
                 )
@@ -318,29 +318,35 @@ def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iter
 
     Every run keeps its last complete saves and its best good ones: the best one always, and always the newest one that
     training can go on from. A run without a complete save keeps all of them, any other all that are newer than the last
-    complete one. Only the saves of runs are chosen.
+    complete one but those with wrong values in their weights. Only the saves of runs are chosen.
     """
     for run in runs:
         listed = run.saves
         own = [item for item in listed if not item.root.is_symlink()]
         complete = [item for item in own if item.row.complete]
+        newest = listed.index(complete[-1]) if complete else 0
         kept = {
-            Why.BEST: _best(own)[:keep_best],
-            Why.FIRST: _best(own)[:1],
+            Why.BEST: _best(own, keep_best),
+            Why.FIRST: _best(own, 1),
             Why.LAST: complete[max(0, len(complete) - keep_last) :],
             Why.RESUMABLE: [item for item in complete if item.row.resumable][-1:],
-            Why.NEWER: listed[listed.index(complete[-1]) :] if complete else listed,
+            Why.NEWER: [item for item in listed[newest:] if not item.row.only_values],
         }
         roots = {why: {item.root for item in items} for why, items in kept.items()}
         for item in listed:
             yield PruneChoice(checkpoint=item, why=_why(item, roots, any_complete=bool(complete)))
 
 
-def _best(saves: Iterable[Listed]) -> list[Listed]:
-    """Return the good saves that have a place by the run's metric, best first; where none has, the latest good one."""
-    good = [item for item in saves if item.row.good]
-    ranked = sorted((item.row.rank, at) for at, item in enumerate(good) if item.row.rank is not None)
-    return [good[at] for _, at in ranked] or good[-1:]
+def _best(saves: Sequence[Listed], count: int) -> list[Listed]:
+    """Return the `count` best complete saves by the run's metric, and the incomplete ones that it puts before them.
+
+    Where no complete save has a place, the latest is the best.
+    """
+    places = sorted((item.row.rank, at) for at, item in enumerate(saves) if item.row.rank is not None)
+    complete = [item for item in saves if item.row.complete]
+    ranked = [*(saves[at] for _, at in places), *complete[-1:]]
+    best = [item for item in ranked if item.row.complete][:count]
+    return ranked[: ranked.index(best[-1]) + 1] if best else []
 
 
 def _why(item: Listed, roots: Mapping[Why, set[Path]], *, any_complete: bool) -> Why:

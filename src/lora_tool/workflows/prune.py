@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,25 +45,59 @@ def prune(
 ) -> tuple[PruneChoice, ...]:
     """Return which checkpoints of the runs under `root` stay and which go, and with `apply` remove or move these.
 
-    `criteria` say which are valid; `gone` is called with each as it is removed. Raises `NotACheckpoint` where `root` is
-    no folder of this disk, `ExecutionError` for what cannot be removed, `OutputExists` for what the trash holds already.
+    `criteria` say which are valid; `gone` is called with each as it is removed. A run whose files change meanwhile is
+    judged again before anything more of it is removed. Raises `NotACheckpoint` where `root` is no folder of this disk,
+    `ExecutionError` for what cannot be removed, `OutputExists` for what the trash holds already.
     """
     trash, root = None if options.trash is None else Path(options.trash), _on_this_disk(os.fspath(root))
-    listed = inventory(root, criteria)
-    choices = tuple(
-        choice
-        for choice in choose(listed, keep_last=options.keep_last, keep_best=options.keep_best)
-        if trash is None or not choice.checkpoint.root.resolve().is_relative_to(trash.resolve())
-    )
-    going = [choice.checkpoint.root for choice in choices if choice.goes and options.apply]
+
+    def chosen(folder: Path) -> Iterator[PruneChoice]:
+        for choice in choose(inventory(folder, criteria), keep_last=options.keep_last, keep_best=options.keep_best):
+            if trash is None or not choice.checkpoint.root.resolve().is_relative_to(trash.resolve()):
+                yield choice
+
+    choices = {choice.checkpoint.root: choice for choice in chosen(root)}
+    going = [folder for folder, choice in choices.items() if choice.goes and options.apply]
     # runs have folders of the same names: in the trash each keeps its place below the root
     places = {folder: trash / folder.parent.relative_to(root) for folder in going if trash is not None}
     for folder, place in places.items():
         require_room(folder, place)
+    for run in dict.fromkeys(folder.parent for folder in going):
+        for choice in _once_more(run, [folder for folder in going if folder.parent == run], chosen):
+            folder = choice.checkpoint.root
+            choices[folder] = choice
+            if choice.goes:
+                remove(folder, trash=places.get(folder))
+                gone(folder)
+    return tuple(choices.values())
+
+
+def _once_more(
+    run: Path, going: Sequence[Path], chosen: Callable[[Path], Iterable[PruneChoice]]
+) -> Iterator[PruneChoice]:
+    """Yield the choice on each save of a run that was to go, judged again where other files of the run have changed.
+
+    A training may be writing a save, or removing one for the sake of which these go. What has gone is left out.
+    """
+    seen, choices = None, {}
     for folder in going:
-        remove(folder, trash=places.get(folder))
-        gone(folder)
-    return choices
+        now = _files(run, going)
+        if now != seen:
+            seen, choices = now, {choice.checkpoint.root: choice for choice in chosen(run)}
+        if folder in choices:
+            yield choices[folder]
+
+
+def _files(run: Path, without: Collection[Path]) -> frozenset[tuple[Path, int, int]]:
+    """Return the files in the folder `run` and below with size and time of change, those in the folders `without` left out."""
+    found = set()
+    for where, folders, names in os.walk(run):
+        folders[:] = [name for name in folders if Path(where, name) not in without]
+        for path in (Path(where, name) for name in names):
+            with contextlib.suppress(OSError):  # it went away
+                stat = path.lstat()
+                found.add((path, stat.st_size, stat.st_mtime_ns))
+    return frozenset(found)
 
 
 def _on_this_disk(root: str) -> Path:

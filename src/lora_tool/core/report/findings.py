@@ -143,6 +143,8 @@ class RunCheckpoint(Struct, frozen=True, kw_only=True):
     """Why its weights cannot be used; None where they can."""
     bad: str | None = None
     """Why it is not good: an error, in its files or in its run's log, or a save that ended before its end."""
+    only_values: bool = False
+    """Whether it was saved to its end, and the values of its weights alone are wrong: nothing is written to it any more."""
     rank: int | None = None
     """Its place among the good saves by the run's metric, 1 for the best; None where it has none."""
 
@@ -171,18 +173,18 @@ class RunCheckpoint(Struct, frozen=True, kw_only=True):
         """``good``, ``warned``, ``incomplete``, ``broken`` or ``not judged``."""
         if not self.judged:
             return "not judged"
-        if self.errors:
-            return "broken"
-        return "incomplete" if self.incomplete else "warned" if self.warnings else "good"
+        if self.incomplete and self.loadable:
+            return "incomplete"
+        return "broken" if self.errors else "warned" if self.warnings else "good"
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """A run folder: its checkpoints by step, and the best good one."""
+    """A run folder: its checkpoints by step, and the best complete one."""
 
     path: str
     checkpoints: tuple[RunCheckpoint, ...]
     metric: str | None = None
     """The name of the metric that checkpoints are compared by, ``eval_loss``; None where nothing was evaluated."""
     best: str | None = None
-    """The path of the best good checkpoint."""
+    """The path of the best complete checkpoint."""
     why_best: str | None = None

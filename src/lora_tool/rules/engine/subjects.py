@@ -60,6 +60,8 @@ class Subject(Struct, frozen=True, kw_only=True, eq=False):
 
     checkpoint: Checkpoint
     scans: Scans = field(default_factory=Scans)
+    whole: bool = False
+    """Whether every byte is read, also of what rules compare by its beginning and its end."""
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -131,8 +133,6 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     task: str | None = None
     base: ModelDir | None = None
     """The model that it is compared with, tensor by tensor."""
-    whole: bool = False
-    """Whether all bytes are compared with the base's, not only the first of each tensor."""
     contradiction: Problem | None = None
     """What transformers, where a merge asked it, found that config and weights contradict each other in."""
     ask: AskClass | None = None

@@ -322,8 +322,9 @@ def save_incomplete(subject: Subject) -> Iterator[Fault]:
     """A checkpoint that was not saved completely.
 
     What it does: Looks in a `checkpoint-N` for what the HF Trainer writes after the weights: the optimizer's, the
-    scheduler's and the random states as whole torch files, the tag that `latest` names, and at last
-    `trainer_state.json`. What the other checkpoints of the run do not have either is not missed.
+    scheduler's and the random states as whole torch files, those of every rank, the tag that `latest` names, and at
+    last `trainer_state.json`. With `--deep` their checksums are compared. What the other checkpoints of the run do not
+    have either is not missed.
     Why it matters: The run was killed, or the disk was full, while it saved. The weights may load, but no training can
     go on from it. `prune` does not count it among the last, and it is never the best.
     Example: `checkpoint-60` has `adapter_model.safetensors` and no `trainer_state.json`, which `checkpoint-40` has.
@@ -332,7 +333,7 @@ def save_incomplete(subject: Subject) -> Iterator[Fault]:
     folder = subject.checkpoint.folder
     if folder.trainer is None and trainer_state.FILE_NAME in folder.files:
         return  # LT113 names a state that cannot be read
-    reason = incomplete_reason(folder)
+    reason = incomplete_reason(folder, deep=subject.whole)
     if reason is not None:
         hint = an_earlier_checkpoint(subject, "resume from that one")
         yield Fault(message=reason, path=subject.checkpoint.root, hint=hint)

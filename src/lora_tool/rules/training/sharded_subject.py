@@ -122,10 +122,11 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
             return [Unreadable(path=self.state.folder, why=str(error))]
 
 
-def sharded_subject(checkpoint: ShardedDir, *, watch: Watch | None = None) -> ShardedSubject:
+def sharded_subject(checkpoint: ShardedDir, *, watch: Watch | None = None, whole: bool = False) -> ShardedSubject:
     """Return the subject for a checkpoint; `watch` is called with the bytes read. Raises as `training_state`."""
     # a `latest` that is missing or names nothing is LT409's to report
-    return ShardedSubject(checkpoint=checkpoint, state=training_state(checkpoint, or_newest=True), watch=watch)
+    state = training_state(checkpoint, or_newest=True)
+    return ShardedSubject(checkpoint=checkpoint, state=state, watch=watch, whole=whole)
 
 
 def _unwatched(_: int) -> contextlib.AbstractContextManager[Callable[[int], None]]:
