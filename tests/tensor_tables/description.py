@@ -107,20 +107,22 @@ def counts(path: str, by_class: Mapping[str, Sequence[Built]], stacks: Stacks) -
 
 
 def coverage(found: Sampled, by_class: Mapping[str, Sequence[Built]], stacks: Stacks) -> dict[str, Any]:
-    """Return for which values of the config's fields the entry is known to be right; of others it says nothing.
+    """Return for which values of the config's fields the entry is known to be right, the small config's first; of others
+    it says nothing.
 
     Fields whose change changed nothing are not among them.
     """
     defaults = defaults_of(found.config)
     kinds: dict[str, list[str]] = defaultdict(list)
     absent = []
-    for path in paths_of(found.config):
+    for path, value in paths_of(found.config):
         by = [frozenset().union(*(one.kinds.get(path, ()) for one in its)) for its in by_class.values()]
         seen, varied = frozenset.intersection(*by), len(frozenset.union(*by)) > 1
         if not seen or (path not in found.deciding and (varied or seen == {"{}"})):
             continue
         known = seen if counts(path, by_class, stacks) else in_words(seen)
-        kinds[" ".join(sorted(known))].append(path)
+        usual = in_words(kinds_of(value), known)
+        kinds[" ".join([*sorted(usual & known), *sorted(known - usual)])].append(path)
         if path in defaults and not in_words(kinds_of(defaults[path]), known) <= known:
             absent.append(path)
     return {"sampled": {known: " ".join(paths) for known, paths in sorted(kinds.items())}, "absent": absent}
@@ -132,12 +134,12 @@ def in_words(seen: Iterable[str], known: Collection[str] = ()) -> set[str]:
     return {*seen} - numbers | ({"+"} if len(numbers) > 1 or (numbers and "+" in known) else numbers)
 
 
-def paths_of(config: PretrainedConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the fields of a config and of those inside it."""
+def paths_of(config: PretrainedConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a config and of those inside it, with their values."""
     for name, value in fields_of(config):
-        yield prefix + name
+        yield prefix + name, {} if isinstance(value, PretrainedConfig) else value
         if isinstance(value, PretrainedConfig):
-            yield f"{prefix}{name}.model_type"
+            yield f"{prefix}{name}.model_type", value.model_type
             yield from paths_of(value, f"{prefix}{name}.")
 
 

@@ -21,7 +21,7 @@ from lora_tool.models.sizes import kinds_of
 Fields = Mapping[str, Any]
 Shape = tuple[int, ...]
 
-_NO_GENERATION = mock.patch.object(PreTrainedModel, "can_generate", classmethod(lambda _: False))
+NO_GENERATION = mock.patch.object(PreTrainedModel, "can_generate", classmethod(lambda _: False))
 """Without which a quarter of the time goes into configs of generation."""
 _BARE = frozenset(
     name for names in MODEL_MAPPING_NAMES.values() for name in ((names,) if isinstance(names, str) else names)
@@ -58,7 +58,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def build(config: PretrainedConfig, class_name: str) -> Built:
     model_class = getattr(transformers, class_name)
-    with torch.device("meta"), no_init_weights(), _NO_GENERATION:
+    with torch.device("meta"), no_init_weights(), NO_GENERATION:
         model = model_class(config)
     if get_model_conversion_mapping(model, add_legacy=False):
         raise ValueError("stored under other names")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from lora_tool import validate
-from lora_tool.core.errors import MissingDependency
+from lora_tool import plan_merge, validate
+from lora_tool.core.errors import FindingsFound, MissingDependency
 from lora_tool.core.report import Severity
 from lora_tool.formats.model_config import read_model_config
+from lora_tool.models import model_tensors
 from lora_tool.models.mapping import class_tensors
 from lora_tool.models.model_tensors import why_unsure
+from tests.mutations import FIXTURES
 from tests.oracle.tiny import Task, tiny_model
 
 _MOE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
@@ -70,13 +73,38 @@ def test_transformers_is_asked_where_the_table_is_not_sure(tmp_path: Path) -> No
     assert found == {("LT318", lost), ("LT319", "canine.stranger.weight")}
 
 
+def not_installed(_packages: object, *, extra: str) -> None:
+    raise MissingDependency("transformers", extra=extra)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("changed", ["attention_bias", "attention_bias mlp_bias"])
+def test_a_table_that_may_be_wrong_does_not_refuse(
+    changed: str, installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter = FIXTURES / "causal-llama/base", FIXTURES / "causal-llama/adapter"
+    row = model_tensors._row("llama") or {}
+    wrong = {"always": ["@layers.*.self_attn.no_such.weight", *row["always"]], "sampled": {"true false": changed}}
+    monkeypatch.setattr(model_tensors, "_row", lambda _: {**row, **wrong})
+    if not installed:
+        monkeypatch.setattr(class_tensors, "require_packages", not_installed)
+    found = {each.code: each for each in validate(adapter, base=base).findings if each.code == "LT515"}
+    of_base = {each.code: each for each in validate(base).findings if each.code == "LT318"}
+    if installed:
+        assert not found | of_base
+        return
+    doubted = " " in changed  # it was made with each change, but not with both
+    assert found["LT515"].severity is of_base["LT318"].severity is (Severity.WARNING if doubted else Severity.ERROR)
+    for each in (*found.values(), *of_base.values()) if doubted else ():
+        assert "`attention_bias` and `mlp_bias` together; transformers is not installed" in each.message
+    with contextlib.nullcontext() if doubted else pytest.raises(FindingsFound, match="LT515"):
+        plan_merge(base, adapter)
+    plan_merge(base, adapter, ignore=("LT515",))
+
+
 def test_the_check_is_skipped_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, "canine", "seq-cls", {"num_hash_functions": 4})
-
-    def missing(_packages: object, *, extra: str) -> None:
-        raise MissingDependency("transformers", extra=extra)
-
-    monkeypatch.setattr(class_tensors, "require_packages", missing)
+    monkeypatch.setattr(class_tensors, "require_packages", not_installed)
     report = validate(tmp_path)
     assert not [each for each in report.findings if each.code in _TENSORS]
     reasons = {each.code: each.reason for each in report.skipped}

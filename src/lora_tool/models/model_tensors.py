@@ -50,8 +50,25 @@ class ModelTensors(Struct, frozen=True, kw_only=True):
     """What the checkpoint has and another class of its type has, too."""
     shapes: Mapping[str, tuple[int | None, ...]]
     """The shape that the config gives each of the checkpoint's tensors; None for a dimension that is not known."""
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
     """Fields of the config that decide these shapes, or how many layers there are, and have no number in it."""
+    doubt: str | None = None
+    """Why what is said to be wrong here may be right; None where it is certain."""
+
+    def accuses(self, held: Mapping[str, tuple[int, ...]]) -> bool:
+        """Return whether it says that anything is wrong with tensors of these shapes."""
+        return bool(self.missing or self.unexpected) or any(
+            map(differs, self.shapes.values(), map(held.get, self.shapes))
+        )
+
+
+def differs(wanted: tuple[int | None, ...], shape: tuple[int, ...] | None) -> bool:
+    """Return whether a shape contradicts the one that the config gives."""
+    return (
+        shape is None
+        or len(wanted) != len(shape)
+        or any(a not in (None, b) for a, b in zip(wanted, shape, strict=True))
+    )
 
 
 def model_tensors(config: ModelConfig, names: Collection[str]) -> ModelTensors | None:
@@ -251,6 +268,7 @@ class _Compared:
             of_other_classes=tuple(of_others),
             shapes={} if doubtful else shapes,
             left_out=() if doubtful else tuple(left_out),
+            doubt=self._sizes.untried,
         )
 
     def _strange(self) -> tuple[list[str], list[str]]:

@@ -10,6 +10,7 @@ from lora_tool.formats.model_config import ModelConfig
 
 _NUMBERS = frozenset({"+", "0"})
 _ABSENT, _OUTSIDE = object(), object()
+_SEVERAL = 2
 
 
 def kinds_of(value: object) -> frozenset[str]:
@@ -38,6 +39,20 @@ def beyond_the_table(row: Mapping[str, Any], config: Mapping[str, Any]) -> str |
             if not _is_covered(_said(config, path, row["aliases"]), known, absent=path in absent):
                 return str(path)
     return None
+
+
+def changed_in(row: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a config that are of another kind than in the small config that the row was made from: the
+    first of the words.
+    """
+    found = []
+    for words, paths in row["sampled"].items():
+        usual = frozenset(words.split(" ")[:1])
+        for path in paths.split(" "):
+            value = _said(config, path, row["aliases"])
+            if not isinstance(value, list) and not _is_covered(value, usual, absent=False):
+                found.append(path)
+    return found
 
 
 def _said(config: Mapping[str, Any], path: str, aliases: Mapping[str, str]) -> object:
@@ -74,6 +89,26 @@ class Sizes:
         said = self._raw.get("tie_word_embeddings", (text if isinstance(text, dict) else {}).get("tie_word_embeddings"))
         told: bool | None = said if isinstance(said, bool) else self._row["tie_word_embeddings"]
         return told
+
+    @property
+    def untried(self) -> str | None:
+        """Why the table may be wrong about this config: it was made with each of the config's values, not with all at
+        once. None for a config of which it is certain.
+        """
+        changed = [*changed_in(self._row, self._raw), *self._indivisible()]
+        if len(changed) < _SEVERAL:
+            return None
+        fields = " and ".join(f"`{path}`" for path in changed[:3])
+        return f"lora-tool's table of {self._row['model_type']} models may be wrong about {fields} together"
+
+    def _indivisible(self) -> list[str]:
+        """Return the fields whose quotient the table takes for exact, and that do not divide one another."""
+        for at in ("", *(f"{name}." for name, value in self._raw.items() if isinstance(value, dict))):
+            pair = [f"{at}hidden_size", f"{at}num_attention_heads"]
+            width, heads = map(self._field, pair)
+            if width and heads and width % heads:
+                return pair
+        return []
 
     @property
     def doubtful(self) -> bool:
@@ -115,7 +150,7 @@ class Sizes:
         # of an inner config transformers itself leaves out what has its default
         return sorted(each for each in fields if "." not in each and self._field(each, deep=True) is None)
 
-    def _field(self, name: str, *, deep: bool) -> int | None:
+    def _field(self, name: str, *, deep: bool = False) -> int | None:
         if name.lstrip("-").isdecimal():
             return int(name)
         if name == "num_labels":

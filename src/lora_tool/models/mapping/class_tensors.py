@@ -15,7 +15,6 @@ from lora_tool.models.model_tensors import ModelTensors
 
 if TYPE_CHECKING:
     from lora_tool.models.mapping.model import ModelFacts, ShapeOnDisk
-    from lora_tool.models.mapping.weight_mapping import WeightMapping
 
 
 def class_tensors(config: ModelConfig, disk: Mapping[str, ShapeOnDisk]) -> ModelTensors | str:
@@ -38,7 +37,8 @@ def class_tensors(config: ModelConfig, disk: Mapping[str, ShapeOnDisk]) -> Model
 
 def _compared(config: ModelConfig, disk: Mapping[str, ShapeOnDisk]) -> ModelTensors | str:
     from lora_tool.models.mapping import meta  # torch and transformers, which take seconds to import
-    from lora_tool.models.mapping.weight_mapping import WeightMapping
+    from lora_tool.models.mapping.conversion import Conversion
+    from lora_tool.models.mapping.weight_mapping import WeightMapping, missing
 
     class_name = next((name for name in config.architectures[:1] if meta.belongs(name, config)), None)
     if class_name is None:
@@ -49,32 +49,24 @@ def _compared(config: ModelConfig, disk: Mapping[str, ShapeOnDisk]) -> ModelTens
         if error.problem is None or error.problem.subject not in disk:
             return str(error)
         built = meta.build(config, class_name, meta.DTYPES[DType.F32])
-        wanted = _wanted(meta.facts_of(built, meta.DTYPES[DType.F32]), {name: name for name in disk})
-        return ModelTensors(
-            class_name=class_name, missing=(), unexpected=(), of_other_classes=(), shapes=wanted, left_out=()
-        )
-    return _of_mapping(mapping, meta.loading_ignores(class_name), disk)
-
-
-def _of_mapping(
-    mapping: WeightMapping, ignored: tuple[tuple[str, ...], tuple[str, ...]], disk: Mapping[str, ShapeOnDisk]
-) -> ModelTensors:
-    facts = mapping.facts
-    lacking, strange = ignored
-    unexpected = [name for name in mapping.unexpected if not (is_computed(name) or _matches(strange, name))]
+        facts = meta.facts_of(built, meta.DTYPES[DType.F32])
+        parameters, strangers = Conversion(built).load(disk)
+    else:
+        facts, parameters, strangers = mapping.facts, mapping.parameters, mapping.unexpected
+    lacking, strange = meta.loading_ignores(class_name)
+    unexpected = [name for name in strangers if not (is_computed(name) or _matches(strange, name))]
     ends = {name for name in unexpected if is_end(path := name.rpartition(".")[0]) or head_of(path)}
-    alone = {made.sources[0]: name for name, made in mapping.parameters.items() if len(made.sources) == 1}
+    alone = {made.sources[0]: name for name, made in parameters.items() if len(made.sources) == 1}
     return ModelTensors(
-        class_name=facts.class_name,
+        class_name=class_name,
         missing=tuple(
             name
-            for name in mapping.missing
+            for name in missing(facts, parameters)
             if not (name in facts.buffers or is_computed(name) or _matches(lacking, name))
         ),
         unexpected=tuple(name for name in unexpected if name not in ends),
         of_other_classes=tuple(name for name in unexpected if name in ends),
-        shapes=_wanted(facts, {n: of for n, of in alone.items() if mapping.parameters[of].shape == tuple(disk[n])}),
-        left_out=(),
+        shapes=_wanted(facts, {n: of for n, of in alone.items() if parameters[of].shape == tuple(disk[n])}),
     )
 
 

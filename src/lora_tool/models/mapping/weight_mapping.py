@@ -87,16 +87,7 @@ class WeightMapping:
     @property
     def missing(self) -> tuple[str, ...]:
         """Parameters that the checkpoint has nothing for, tied ones aside: transformers would re-initialise them."""
-        held = self.parameters.keys()
-        tied = self.facts.tied
-        sources = {source for target, source in tied.items() if target in held}
-        return tuple(
-            name
-            for name in self.facts.shapes
-            if name not in held | self.facts.unsaved
-            and name not in sources
-            and not (name in tied and tied[name] in held | sources)
-        )
+        return missing(self.facts, self.parameters)
 
     def place(self, disk_name: str) -> str:
         """Return the parameter that a tensor of this name would be loaded into, or a part of."""
@@ -117,3 +108,16 @@ class WeightMapping:
     def written(self, memory: Mapping[str, ShapeOnDisk]) -> dict[str, RowMapping]:
         """Return what `save_pretrained` writes for these parameters: tensor name → the rows that it is made of."""
         return self._conversion.save(memory)
+
+
+def missing(facts: ModelFacts, parameters: Mapping[str, RowMapping]) -> tuple[str, ...]:
+    """Return the class's parameters that are neither among those loaded nor tied to one of them."""
+    held, tied = parameters.keys(), facts.tied
+    sources = {source for target, source in tied.items() if target in held}
+    return tuple(
+        name
+        for name in facts.shapes
+        if name not in held | facts.unsaved
+        and name not in sources
+        and not (name in tied and tied[name] in held | sources)
+    )

@@ -14,7 +14,7 @@ from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.models.ends import CLASSIFICATION_TASKS, MATRIX, head_of, is_end, is_last_layer
 from lora_tool.models.layers import is_beyond
 from lora_tool.models.model_tensors import may_have
-from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.registry import Fault, Need, doubted, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared.base_match import delta_shape, held_or_tied, is_decoder, may_be_absent, of_causal_lm
 
@@ -256,7 +256,8 @@ def _without_a_place(subject: AdapterSubject) -> Iterator[Fault]:
         if held is not None and held.name in unexpected:
             what = f"a {known.class_name or 'model of this type'} has no place under {root / 'config.json'}"
             message = f"adapts `{held.name}`, for which {what}: transformers ignores it"
-            yield Fault(subject=name, message=message, hint=_FROM_ONE_PLACE)
+            fault = Fault(subject=name, message=message, hint=_FROM_ONE_PLACE, mergeable=True)
+            yield doubted(fault, known.doubt)
 
 
 def _past_the_config(subject: AdapterSubject) -> Iterator[Fault]:

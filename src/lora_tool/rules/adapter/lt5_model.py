@@ -34,7 +34,7 @@ from lora_tool.rules.adapter.lt3_head import (
     saved_heads,
 )
 from lora_tool.rules.adapter.lt5_base import whole_ends, whole_tensors
-from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.registry import Fault, Need, doubted, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
@@ -305,8 +305,8 @@ def base_lacks(subject: AdapterSubject) -> Iterator[Fault]:
     """The base lacks tensors that the model's class has.
 
     What it does: Looks for each parameter of the class in the base and among the whole tensors of the adapter. The
-    parameters come from a built-in table of architectures; where it does not cover the base's config, and in merges that
-    need it, from transformers. LT301 and LT513 look at heads.
+    parameters come from a built-in table of architectures, and from transformers in merges that need it, and if the
+    table finds any missing and transformers is installed (see LT317). LT301 and LT513 look at heads.
     Why it matters: transformers initialises missing parameters with random values, different ones on every load, with a
     log line at most.
     Example: The base was saved without `lm_head.weight`, and the adapter does not have it either.
@@ -320,7 +320,10 @@ def base_lacks(subject: AdapterSubject) -> Iterator[Fault]:
         message = f"has no `{lacking[0]}`{more}, which a {class_name} needs, and neither has the adapter"
         head = next((name for name in lacking if match.facts and name in match.facts.label_axes), None)
         hint = way_to_head(subject.checkpoint.root, head.split(".")[-2]) if head else None
-        yield Fault(message=f"{message}: transformers would initialise it at random", path=match.base.root, hint=hint)
+        message = f"{message}: transformers would initialise it at random"
+        fault = Fault(message=message, path=match.base.root, hint=hint, mergeable=match.facts is None)
+        table = None if match.facts or subject.stored_base is None else subject.stored_base.class_tensors
+        yield doubted(fault, table.doubt if table else None)
 
 
 def _lacking_in_memory(subject: AdapterSubject, match: BaseMatch) -> tuple[str, list[str]]:

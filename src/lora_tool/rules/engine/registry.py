@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.core.choices import closest
 from lora_tool.core.errors import Defect, UnknownRule
@@ -77,6 +78,13 @@ class Fault(Struct, frozen=True, kw_only=True, eq=False):
     severity: Severity | None = None
     mergeable: bool = False
     """Whether a merge can go on where the rule is ignored, though other faults of an `unmergeable` rule leave nothing."""
+
+
+def doubted(fault: Fault, doubt: str | None) -> Fault:
+    """Return the fault as a warning that says why there may be none; the fault as it is without a doubt."""
+    if doubt is None:
+        return fault
+    return replace(fault, severity=Severity.WARNING, message=f"{fault.message}; {doubt}")
 
 
 class Unchecked(Struct, frozen=True, kw_only=True, eq=False):

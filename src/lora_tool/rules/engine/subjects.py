@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from lora_tool.adapters.targeting import trained_for
 from lora_tool.adapters.view import AdapterView, HalfPair, LoraLayer, half_pair_in
@@ -170,13 +171,25 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
         from lora_tool.models import model_tensors  # for models alone
 
         found = model_tensors.model_tensors(config, shapes)
-        if found is not None:
+        if found is not None and not found.accuses(shapes):
             return found
-        unsure = model_tensors.why_unsure(config)
-        if unsure is None or self.ask is None:
-            return model_tensors.why_unknown(config)
+        unsure = found.doubt if found is not None else model_tensors.why_unsure(config)
+        if self.ask is None or (found is None and unsure is None):
+            return found or model_tensors.why_unknown(config)
         answer = self.ask(config, shapes)
-        return f"{unsure}; {answer}" if isinstance(answer, str) else answer
+        if found is None:
+            return f"{unsure}; {answer}" if isinstance(answer, str) else answer
+        if isinstance(answer, str):
+            return found if unsure is None else replace(found, doubt=f"{unsure}; {answer}")
+        others = tuple(name for name in answer.of_other_classes if name not in found.unexpected)
+        strange = {*answer.unexpected, *answer.of_other_classes} - {*others}  # only the table knows the other classes
+        return replace(answer, unexpected=tuple(n for n in shapes if n in strange), of_other_classes=others)
+
+    @cached_property
+    def asked(self) -> ModelTensors | None:
+        """What transformers says of the class, for a suspicion without a table; None where it cannot tell or is not asked."""
+        answer = None if self.ask is None or self._config is None else self.ask(self._config, self.shapes)
+        return None if isinstance(answer, str) else answer
 
     @property
     def is_unsure(self) -> bool:

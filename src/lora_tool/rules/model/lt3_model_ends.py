@@ -180,7 +180,7 @@ def no_head(subject: ModelSubject) -> Iterator[Fault]:
 
 _FEWER_LAYERS = frozenset({"albert", "efficientnet"})
 """Model types that use the weights of one layer for several, or count the parts of a layer."""
-MORE_ROWS = frozenset({"cpmant", "mllama", "mllama_text_model", "molmo2_text"})
+MORE_ROWS = frozenset({"blt", "cpmant", "mllama", "mllama_text_model", "molmo2_text"})
 """Model types that have rows for images or prompts, too, which `vocab_size` does not count."""
 _INPUT_WEIGHTS = tuple(f"{name}.weight" for name in INPUTS)
 
@@ -267,11 +267,15 @@ def not_whole(subject: ModelSubject) -> Iterator[Fault | Unchecked]:
 
 def _other_than_the_config(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
     path = str(config.path)
-    if config.model_type not in _FEWER_LAYERS:
-        yield from _lost_layers(subject, config)
+    lost = [] if config.model_type in _FEWER_LAYERS else [*_lost_layers(subject, config)]
     found = None if config.model_type in MORE_ROWS else vocabulary_without_rows(subject)
+    known = subject.asked if lost or found else None
+    if known is None or known.missing:
+        yield from lost
     if found is not None:
         name, count = found
+        if known is not None and known.shapes.get(name) == subject.shapes[name]:
+            return
         message = f"is {config.vocab_size:,}, but `{name}` has {count:,} rows"
         yield Fault(subject="vocab_size", message=message, path=path)
 

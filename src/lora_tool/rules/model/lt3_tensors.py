@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from lora_tool.checkpoints import ADAPTER_PICKLE, ADAPTER_WEIGHTS, UNMERGED
 from lora_tool.checkpoints.quantised import quantisation_table, quantised_weights, sign_of
@@ -17,7 +17,8 @@ from lora_tool.formats.quantised.names import READ_METHODS, is_compressed
 from lora_tool.formats.quantised.parts import LayoutError
 from lora_tool.models.ends import MATRIX, head_of
 from lora_tool.models.layers import fused_sets, of_further_tokens
-from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
+from lora_tool.models.model_tensors import ModelTensors, differs
+from lora_tool.rules.engine.registry import Fault, Need, Unchecked, doubted, rule
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.model.lt3_model_ends import embedding_rows, vocabulary_without_rows
 
@@ -36,10 +37,10 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
     """A tensor's shape does not match the config.
 
     What it does: Computes each tensor's shape from `config.json` (sizes, heads, vocabulary), for model types that have
-    the same tensors on disk and in memory, and compares. Where the built-in table does not cover a config, transformers
-    is asked if it is installed. For other types it checks the width of the embeddings and of a `score` head, and looks
-    for a tensor whose shape in one layer differs from that in otherwise similar layers; a merge also asks transformers.
-    A size that the config leaves out is a warning.
+    the same tensors on disk and in memory, and compares. For other types it checks the width of the embeddings and of a
+    `score` head, and looks for a tensor whose shape in one layer differs from that in otherwise similar layers. Before
+    it reports an error, it asks transformers, if that is installed. Where it is not, and the built-in table was not
+    made with such a config, the finding is a warning. A size that the config leaves out is a warning.
     Why it matters: transformers refuses to load the model: size mismatch. With `ignore_mismatched_sizes` it
     re-initialises the tensor at random.
     Example: `score.weight` is [1, 24], but `hidden_size` is 16: the head was trained on another model. Or a merge wrote
@@ -51,21 +52,35 @@ def other_shape_than_the_class(subject: ModelSubject) -> Iterator[Fault]:
         return
     known = subject.class_tensors
     yield from _left_out(subject, known.left_out if known is not None else ())
-    shapes = dict(known.shapes) if known is not None else _of_hidden_states(subject)
+    guessed: list[Fault] = []
+    if known is None:
+        guessed = [*_of_other_shapes(subject, _of_hidden_states(subject)), *_odd_shapes(subject)]
+        known = subject.asked if guessed else None
+    if known is None:
+        yield from guessed
+    else:
+        yield from (doubted(fault, known.doubt) for fault in _of_other_shapes(subject, known.shapes))
+
+
+def _of_other_shapes(subject: ModelSubject, shapes: Mapping[str, tuple[int | None, ...]]) -> Iterator[Fault]:
+    """Compare the tensors with shapes that are known, except for those that another rule reports."""
     tensors = subject.matrices
     vocabulary = vocabulary_without_rows(subject) is not None
     for name, wanted in shapes.items():
         tensor = tensors[name]
-        if wanted == tensor.shape or tensor.dtype.bits < _SUB_BYTE or _said_by_the_ledger(subject, name):
+        if not differs(wanted, tensor.shape) or tensor.dtype.bits < _SUB_BYTE or _said_by_the_ledger(subject, name):
             continue
         differ = [a for a, b in zip(wanted, tensor.shape, strict=False) if a is not None and a != b]
-        rank = len(wanted) != len(tensor.shape)
         size = subject.checkpoint.config.vocab_size if subject.checkpoint.config else None
-        if not rank and (not differ or (vocabulary and differ == [size])):
+        if vocabulary and differ == [size] and len(wanted) == len(tensor.shape):
             continue  # LT310 reports a vocabulary of another size
         shown = ", ".join("?" if each is None else str(each) for each in wanted)
         message = f"is {list(tensor.shape)}, but the config implies [{shown}]"
         yield Fault(subject=name, message=message, path=tensor.path)
+
+
+def _odd_shapes(subject: ModelSubject) -> Iterator[Fault]:
+    tensors = subject.matrices
     for name, shape, other in subject.odd_tensors:
         if name in tensors and name not in (subject.expected or {}):
             tensor = tensors[name]
@@ -118,7 +133,8 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     the same tensors on disk and in memory: tensors that every config has, and tensors that come together, such as the
     biases of one attention. A tied output layer may be absent. For other types it looks for tensors that one layer
     lacks and otherwise similar layers have, for embeddings, an output layer and the last norm, and for a projection
-    that is missing in every layer beside its companions. It also looks for names that are all those of a wrapper.
+    that is missing in every layer beside its companions. transformers is asked as for LT317. It also looks for names
+    that are all those of a wrapper.
     Why it matters: transformers re-initialises missing tensors at random on every load, with only a log line.
     Example: A merge script skipped `model.norm.weight`; `lm_head.weight` is absent and `tie_word_embeddings` is false.
     What to do: Merge or copy again; with safetensors, save the whole `state_dict`.
@@ -127,15 +143,16 @@ def lost_tensor(subject: ModelSubject) -> Iterator[Fault]:
     if any("lora_" in name or ".base_layer." in name for name in subject.tensors):
         return  # LT601 reports an adapter among the weights
     if known is None:
-        yield from _wrapped(subject) or _lost_of_an_unknown_class(subject)
-        return
-    said = {*(subject.expected or {}), *_head_of_the_class(subject)}
+        guessed = _wrapped(subject) or [*_lost_of_an_unknown_class(subject)]
+        known = subject.asked if guessed and not all(map(is_wrapped, subject.tensors)) else None
+        if known is None:
+            yield from guessed
+            return
+    said = {*(subject.expected or {}), *_head_of_the_class(subject, known)}
     what = known.class_name or "every class of this model type"
     for name, more in _by_layer(name for name in known.missing if name not in said):
-        yield Fault(
-            subject=name,
-            message=f"is not in the weights{more}, but {what} has it: transformers would initialise it at random",
-        )
+        message = f"is not in the weights{more}, but {what} has it: transformers would initialise it at random"
+        yield doubted(Fault(subject=name, message=message), known.doubt)
 
 
 _SAVE_UNWRAPPED = "save the unwrapped model: accelerator.unwrap_model(model).save_pretrained(FOLDER)"
@@ -174,10 +191,9 @@ def _lost_of_an_unknown_class(subject: ModelSubject) -> Iterator[Fault]:
         yield Fault(message=message)
 
 
-def _head_of_the_class(subject: ModelSubject) -> frozenset[str]:
+def _head_of_the_class(subject: ModelSubject, known: ModelTensors) -> frozenset[str]:
     """Return the tensors of a sequence classifier's head where all are missing, which LT307 reports."""
-    known = subject.class_tensors
-    if known is None or not (known.class_name or "").endswith("ForSequenceClassification"):
+    if not (known.class_name or "").endswith("ForSequenceClassification"):
         return frozenset()
     heads = [name for name in (*subject.matrices, *known.missing) if head_of(name.rpartition(".")[0])]
     return frozenset() if any(name in subject.matrices for name in heads) else frozenset(heads)
@@ -210,7 +226,8 @@ def tensor_without_place(subject: ModelSubject) -> Iterator[Fault]:
         mine = [name for name in mine if not of_further_tokens(config, name)]
         for name, more in _by_layer(mine):
             message = f"is not a tensor of {known.class_name}{more}: transformers ignores it"
-            yield Fault(subject=name, message=message, path=subject.matrices[name].path, severity=severity)
+            fault = Fault(subject=name, message=message, path=subject.matrices[name].path, severity=severity)
+            yield doubted(fault, known.doubt) if names is known.unexpected else fault
 
 
 _ELSEWHERE = "hf_quant_config.json"
