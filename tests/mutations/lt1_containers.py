@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -111,6 +112,12 @@ EDITS = {
     ),
     "LT110 readable": Edit(
         CAUSAL, by=lambda folder: torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin"), gone=[WEIGHTS]
+    ),
+    "LT116": Edit(
+        CAUSAL, by=lambda folder: torch.save({"run": os.system}, folder / "adapter_model.bin"), gone=[WEIGHTS]
+    ),
+    "LT116 beside the weights": Edit(
+        CAUSAL, by=lambda folder: (folder / "training_args.bin").write_bytes(b"\x80\x02cposix\nsystem\n)R.")
     ),
     "LT113": Edit(CAUSAL, written={CONFIG: ""}),
     "LT113 trainer state": Edit(RUN, written={"trainer_state.json": '{"global_step": 2, "log_hist'}),

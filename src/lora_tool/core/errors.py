@@ -67,6 +67,7 @@ class Defect(str, enum.Enum):
     STRAY_WEIGHTS = "stray-weights"
     NO_WEIGHTS = "no-weights"
     BAD_FIELD = "bad-field"
+    FOREIGN_CALL = "foreign-call"
 
 
 class Problem(Struct, frozen=True, kw_only=True):

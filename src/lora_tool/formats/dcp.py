@@ -24,7 +24,8 @@ from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorS
 from lora_tool.formats import pieces
 from lora_tool.formats.distributed_tensors import KNOWN
 from lora_tool.formats.files import open_regular, read_all, read_at, require_inside
-from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Stub
+from lora_tool.formats.pickle_names import problems_of
+from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Stub, name_of
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.pieces import Piece, assembled
 from lora_tool.formats.state_dicts import TO_ONE_FILE, module_names
@@ -104,7 +105,7 @@ def read_dcp(folder: Path, module: str | None = None) -> DcpFolder:
     """
     found = _merged(folder, [_read_metadata(folder, name, module) for name in _metadata_names(folder)])
     held, problems = _read_pieces(found)
-    return replace(found, pieces=held, problems=problems)
+    return replace(found, pieces=held, problems=(*found.problems, *problems))
 
 
 def _metadata_names(folder: Path) -> Sequence[str]:
@@ -132,7 +133,9 @@ def _read_metadata(folder: Path, name: str, module: str | None) -> DcpFolder:
     path = folder / name
     data = read_all(path, limit=MAX_PICKLE_BYTES, too_large=Defect.PICKLE)
     try:
-        return replace(_interpret(folder, load(data, known=KNOWN, persistent=_no_storage), module), metadata=(name,))
+        found, unknown = load(data, known=KNOWN, persistent=_no_storage)
+        problems = tuple(problems_of(path, unknown, weights=True))
+        return replace(_interpret(folder, found, module), metadata=(name,), problems=problems)
     except ValueError as error:
         raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
 
@@ -165,6 +168,7 @@ def _merged(folder: Path, ranks: Sequence[DcpFolder]) -> DcpFolder:
         },
         beside=tuple(sorted({key for of_rank in ranks for key in of_rank.beside})),
         optimised=frozenset(name for of_rank in ranks for name in of_rank.optimised),
+        problems=tuple(problem for of_rank in ranks for problem in of_rank.problems),
     )
 
 
@@ -223,7 +227,7 @@ def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
 
 
 def _is_tensor(entry: object) -> bool:
-    return isinstance(entry, Stub) and entry.qualified_name.endswith("TensorStorageMetadata")
+    return isinstance(entry, Stub) and name_of(type(entry)).endswith("TensorStorageMetadata")
 
 
 def _state_of(path: tuple[Any, ...]) -> str:
@@ -311,7 +315,7 @@ def _placed(chunk: Chunk, span: Span) -> Piece:
 
 def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
     held: dict[str, tuple[StoredChunk, ...]] = {}
-    problems: dict[str, Problem] = {}
+    problems, called = dict[str, Problem](), dict[str, Problem]()
     missing, memory = set(found.missing), PickleMemory()
     for name, tensor in found.tensors.items():
         read: list[StoredChunk] = []
@@ -319,17 +323,24 @@ def _read_pieces(found: DcpFolder) -> tuple[Pieces, tuple[Problem, ...]]:
             if chunk.filename in problems or chunk.filename in missing:
                 break
             try:
-                read.append(_read_piece(found.folder, name, tensor, chunk, memory))
+                piece, unknown = _read_piece(found.folder, name, tensor, chunk, memory)
+                read.append(piece)
+                called |= {each.path: each for each in problems_of(found.folder / chunk.filename, unknown)}
             except CorruptFile as error:
                 problems[chunk.filename] = error.problem
                 break
         else:
             held[name] = tuple(read)
-    return held, tuple(problems.values())
+    return held, (*problems.values(), *called.values())
 
 
-def _read_piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk, memory: PickleMemory) -> StoredChunk:
-    """Return the bytes of a chunk of the tensor `name`. Raises `CorruptFile`, `UnsupportedCheckpoint`."""
+def _read_piece(
+    folder: Path, name: str, tensor: DcpTensor, chunk: Chunk, memory: PickleMemory
+) -> tuple[StoredChunk, Mapping[Global, bool]]:
+    """Return the bytes of a chunk of the tensor `name`, and the names without a meaning in its pickle.
+
+    Raises `CorruptFile`, `UnsupportedCheckpoint`.
+    """
     path = folder / chunk.filename
     require_inside(folder, path)
     try:
@@ -341,7 +352,7 @@ def _read_piece(folder: Path, name: str, tensor: DcpTensor, chunk: Chunk, memory
     if not isinstance(lazy, LazyTensor) or lazy.shape != chunk.sizes or lazy.dtype is not tensor.dtype:
         message = f"does not hold {tensor.dtype} {list(chunk.sizes)} at byte {chunk.at:,}"
         raise CorruptFile.of(path, Defect.WRONG_SIZE, message, name)
-    return StoredChunk(file.stored(lazy, name), file.record(lazy))
+    return StoredChunk(file.stored(lazy, name), file.record(lazy)), file.unknown
 
 
 def _require_torch_save(path: Path, chunk: Chunk) -> None:

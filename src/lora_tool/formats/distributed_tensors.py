@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 from lora_tool.formats.pickle_machine import Refused
-from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known, Stub, name_of, stub_class
+from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Known, Stub, name_of
 from lora_tool.formats.torch_objects import PLAIN, LazyTensor, is_sizes
 
 _Shape = tuple[int, ...]
@@ -274,24 +274,9 @@ def _sharded_tensor(shape: _Shape, state: Any) -> DistributedTensor:  # noqa: AN
     return DistributedTensor(shape, tuple(parts), ranks or len(placed), rank)
 
 
-_GROUP_STATE = stub_class("torch.distributed._shard.sharded_tensor.api", "ProcessGroupState")
-
-
-def _attribute(of: Any, name: Any) -> type[Stub]:  # noqa: ANN401
-    """`getattr`, by which pickle names a class in a class: the one of ShardedTensor, and nothing else."""
-    kind = name_of(of)
-    if not kind.startswith(_OF_TORCH) or (kind.rpartition(".")[2], name) != ("ShardedTensor", "ProcessGroupState"):
-        raise ValueError(
-            f"asks for the attribute {name!r:.40} of {kind[:80] or 'something'}, which no checkpoint needs"
-        )
-    return _GROUP_STATE
-
-
 KNOWN: dict[Global, Any] = {
     **PLAIN,
     ("torch._tensor", "_rebuild_from_type_v2"): Known(_of_type),
     ("torch._utils", "_rebuild_wrapper_subclass"): Known(_wrapper),
-    ("__builtin__", "getattr"): Known(_attribute),
-    ("builtins", "getattr"): Known(_attribute),
 }
 """The names of torch's own that say how a tensor is built; everything else in a pickle becomes a `Stub`."""

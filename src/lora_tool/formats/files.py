@@ -20,6 +20,8 @@ from lora_tool.core.errors import BadConfig, CorruptFile, Defect
 MAX_JSON_BYTES = 100_000_000
 """A config is a few KB, the largest published `tokenizer.json` about 35 MB, a weight index of 90,000 names 10 MB."""
 
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".dill", ".metadata")
+"""Ends of the names of files that programs unpickle."""
 _PIECE = 1 << 20
 MOST_PER_CALL = 1 << 30
 """Bytes per system call: macOS refuses 2 GiB in one, Linux transfers only a part."""

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from lora_tool.formats.pickle_objects import (
+    ATTRIBUTE,
     BUILT_IN,
     DICT,
     MOST_DIMENSIONS,
@@ -30,6 +31,7 @@ MOST_CONTAINERS = 10_000_000
 _MOST_MEMOIZED = 20_000_000
 _MOST_NAMES = 10_000
 """Of different globals: a real checkpoint has about ten."""
+_LONGEST_NAME = 1000
 _LONGEST_NUMBER = 64
 """Bytes of a number: hashing a longer one takes as long as it is."""
 _MOST_ODD_KEYS = 5_000
@@ -46,8 +48,13 @@ class Refused(Exception):
 class Machine:
     """The stack machine. Each instruction costs about the same, whatever came before it."""
 
-    def __init__(self, data: bytes, known: Mapping[Global, Any], persistent: Callable[[Any], Any]) -> None:
-        self._data, self._at = data, 0
+    most = MOST_CONTAINERS
+
+    def __init__(self, data: bytes, known: Mapping[Global, Any], persistent: Callable[[Any], Any], at: int = 0) -> None:
+        self._data, self._at, self.end = data, at, at
+        """`end` is the byte behind the program, when it has run."""
+        self.unknown: dict[Global, bool] = {}
+        """The names without a meaning that were met so far, and whether they were called."""
         self._known, self._persistent = known, persistent
         self._stack: list[Any] = []
         self._marks: list[int] = []
@@ -91,6 +98,7 @@ class Machine:
             elif code == _MARK:
                 self.mark()
             elif code == _STOP:
+                self.end = at
                 return stack.pop()
             else:
                 instruction = _INSTRUCTIONS.get(code)
@@ -112,7 +120,7 @@ class Machine:
         return int.from_bytes(self.take(width), "little")
 
     def _line(self) -> str:
-        end = self._data.find(b"\n", self._at, self._at + 1000)
+        end = self._data.find(b"\n", self._at, self._at + _LONGEST_NAME)
         if end < 0:
             raise Refused("with a name that has no end")
         return self.take(end + 1 - self._at)[:-1].decode()
@@ -171,8 +179,8 @@ class Machine:
 
     def _new(self, container: object) -> None:
         self._containers += 1
-        if self._containers > MOST_CONTAINERS:
-            raise Refused(f"of more than {MOST_CONTAINERS:,} objects")
+        if self._containers > self.most:
+            raise Refused(f"of more than {self.most:,} objects")
         self._stack.append(container)
 
     def new(self, kind: Callable[[list[Any]], object], count: int | None = None) -> None:
@@ -255,14 +263,33 @@ class Machine:
             raise Refused("with a name that is not text")
         self._stack.append(self._named(module, name))
 
+    def extension(self, width: int) -> None:
+        self._stack.append(self._named("copyreg", f"_inverted_registry[{self._number(width)}]"))
+
     def _named(self, module: str, name: str) -> Any:  # noqa: ANN401 - a meaning or a Stub class
         key = (module, name)
         if key not in self._names:
             if len(self._names) > _MOST_NAMES:
                 raise Refused(f"with more than {_MOST_NAMES:,} names of classes")
+            if len(module) + len(name) > _LONGEST_NAME:
+                raise Refused(f"with a name of {len(module) + len(name):,} characters")
             found = BUILT_IN.get(key) or self._known.get(key)
+            if found is None:
+                self.unknown[key] = False
             self._names[key] = stub_class(module, name) if found is None else found
         return self._names[key]
+
+    def _attribute(self, of: Any, name: Any = None) -> None:  # noqa: ANN401
+        if not name_of(of) or type(name) is not str:
+            raise Refused(f"that asks for the attribute {name!r:.40} of {name_of(of)[:80] or 'something'}")
+        module, outer = of.named
+        self._stack.append(self._named(module, f"{outer}.{name}"))
+
+    def instance(self) -> None:
+        module = self._line()
+        found = self._named(module, self._line())
+        self._stack += (found, tuple(self.taken()))
+        self.reduce()
 
     def reduce_with_keywords(self) -> None:
         self._stack.pop()
@@ -273,7 +300,10 @@ class Machine:
         if type(args) is not tuple:
             raise Refused("that calls something without arguments")
         if isinstance(what, type) and issubclass(what, Stub):
+            self.unknown[what.named] = True
             self._new(what.made_with(args))
+        elif what is ATTRIBUTE:
+            self._attribute(*args[:2])
         elif what is DICT or what is SET:
             items: Sequence[Any] = args[0] if args else ()
             if type(items) not in (list, tuple):
@@ -352,6 +382,10 @@ _INSTRUCTIONS: dict[int, Callable[[Machine], object]] = {
     0x86: partial(Machine.new, kind=tuple, count=2),
     0x87: partial(Machine.new, kind=tuple, count=3),
     ord("c"): Machine.name,
+    ord("i"): Machine.instance,
+    0x82: partial(Machine.extension, width=1),
+    0x83: partial(Machine.extension, width=2),
+    0x84: partial(Machine.extension, width=4),
     0x93: Machine.stack_name,
     ord("R"): Machine.reduce,
     0x81: Machine.reduce,  # NEWOBJ
@@ -359,5 +393,5 @@ _INSTRUCTIONS: dict[int, Callable[[Machine], object]] = {
     ord("b"): Machine.build,
     ord("Q"): Machine.persistent,
 }
-"""The opcodes of protocols 2 to 5 that `run` does not handle. DUP is left out: only bombs need it, and no pickler
-writes it."""
+"""The opcodes of protocols 2 to 5 that `run` does not handle, and that of protocol 0 which has a name in it. DUP is left
+out: only bombs need it, and no pickler writes it."""

@@ -26,7 +26,7 @@ class Stub:
     """An object of an unknown class. It keeps the arguments and state from the pickle, and does nothing."""
 
     __slots__ = ("args", "items", "state")
-    qualified_name: ClassVar[str] = ""
+    named: ClassVar[Global] = ("", "")
     args: tuple[object, ...]
     items: list[object]
     state: object
@@ -46,7 +46,8 @@ class Stub:
         return value if isinstance(value, kind) else None
 
 
-DICT, SET = Known(dict), Known(set)
+DICT, SET, ATTRIBUTE = Known(dict), Known(set), Known(getattr)
+"""Those that the machine handles itself; pickle names a class in a class by `getattr`."""
 BUILT_IN: dict[Global, Known] = {
     ("collections", "OrderedDict"): DICT,
     ("__builtin__", "dict"): DICT,
@@ -55,18 +56,20 @@ BUILT_IN: dict[Global, Known] = {
     ("builtins", "set"): SET,
     ("__builtin__", "frozenset"): SET,
     ("builtins", "frozenset"): SET,
+    ("__builtin__", "getattr"): ATTRIBUTE,
+    ("builtins", "getattr"): ATTRIBUTE,
 }
 """Names that every reader knows: no reader distinguishes the sorts of dictionaries and sets."""
 
 
 def name_of(value: object) -> str:
     """Return the qualified name of a class or function that a pickle names and no reader knows; "" for all else."""
-    return value.qualified_name if isinstance(value, type) and issubclass(value, Stub) else ""
+    return ".".join(value.named) if isinstance(value, type) and issubclass(value, Stub) else ""
 
 
 def stub_class(module: str, name: str) -> type[Stub]:
     """Return a new class in the place of the one that the pickle names."""
-    return cast("type[Stub]", type(name, (Stub,), {"__slots__": (), "qualified_name": f"{module}.{name}"}))
+    return cast("type[Stub]", type(name, (Stub,), {"__slots__": (), "named": (module, name)}))
 
 
 def as_json(value: object) -> str:

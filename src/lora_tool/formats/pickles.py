@@ -7,6 +7,7 @@ inert `Stub` class; nothing else callable is ever on the stack.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,20 +17,29 @@ from lora_tool.formats.pickle_objects import Global, Stub
 MAX_PICKLE_BYTES = 256 << 20
 """The structure of a checkpoint of 100,000 tensors takes about 20 MB; the tensors' bytes are never in it."""
 
+_MOST_OF_NAMES = 1_000_000
+"""Containers that are made where nothing but names is wanted."""
+_PROTOCOL = b"\x80"
+"""The first instruction since protocol 2."""
 
-def load(data: bytes, *, known: Mapping[Global, Any], persistent: Callable[[Any], Any]) -> Any:  # noqa: ANN401
-    """Return the object that the pickle `data` describes, with `Stub`s in the place of unknown classes.
+
+def load(
+    data: bytes, *, known: Mapping[Global, Any], persistent: Callable[[Any], Any]
+) -> tuple[Any, Mapping[Global, bool]]:
+    """Return the object that the pickle `data` describes, with `Stub`s in the place of unknown classes, and these
+    classes' names, with whether the pickle calls them.
 
     `known` are the names with a meaning, `persistent` returns the object of a persistent id. Dictionaries and sets are
     plain ones, whatever their sort. Time and memory are bounded by a multiple of the pickle's length. Raises ValueError
-    with a sentence for anything that is not a whole, plain pickle of protocol 2 to 5.
+    with a sentence for anything that is not a whole, plain pickle.
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise ValueError(
             f"has a pickle of {len(data):,} bytes, more than the {MAX_PICKLE_BYTES:,} that lora-tool reads"
         )
+    machine = Machine(data, known, persistent)
     try:
-        loaded = Machine(data, known, persistent).run()
+        loaded = machine.run()
     except Refused as error:
         raise ValueError(f"holds a pickle {error}") from error
     except MemoryError as error:
@@ -38,7 +48,25 @@ def load(data: bytes, *, known: Mapping[Global, Any], persistent: Callable[[Any]
     except Exception as error:
         raise ValueError(f"holds a pickle that cannot be read: {error}") from error
     _require_plain(loaded)
-    return loaded
+    return loaded, {**machine.unknown, **names_in(data, machine.end)}
+
+
+def names_in(data: bytes, at: int = 0) -> Mapping[Global, bool]:
+    """Return the names in the pickles that lie one after the other in `data`, from the byte `at` on, and whether they
+    are called; up to the first instruction that no checkpoint needs. In a pickle that says it is one, all names before
+    such an instruction count as called.
+    """
+    found: dict[Global, bool] = {}
+    while at < len(data):
+        machine = Machine(data, {}, lambda _: None, at)
+        machine.most = _MOST_OF_NAMES
+        with contextlib.suppress(Exception):  # as in `load`; the names before it are what matters
+            machine.run()
+        failed = machine.end == at
+        stated = failed and data.startswith(_PROTOCOL, at)
+        found |= {name: called or stated for name, called in machine.unknown.items()}
+        at = len(data) if failed else machine.end
+    return found
 
 
 def _require_plain(loaded: object) -> None:

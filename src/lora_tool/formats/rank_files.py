@@ -17,6 +17,7 @@ from lora_tool.core.errors import CorruptFile, IncompleteCheckpoint, Problem, Un
 from lora_tool.core.tensors import DType, Span, StoredTensor, TensorSpec
 from lora_tool.formats.distributed_tensors import DistributedTensor
 from lora_tool.formats.files import require_inside
+from lora_tool.formats.pickle_names import problems_of
 from lora_tool.formats.pieces import Piece, assembled, uncovered
 from lora_tool.formats.state_dicts import RankTensor, module_tensors
 from lora_tool.formats.torch_objects import LazyTensor
@@ -103,12 +104,13 @@ def read_rank_files(folder: Path, paths: Mapping[int, Path], module: str | None 
     several modules without it, and for a tensor whose parts have unknown places.
     """
     files: dict[int, RankFile] = {}
-    problems = []
+    problems: list[Problem] = []
     memory = PickleMemory()
     for rank, path in sorted(paths.items()):
         try:
             require_inside(folder, path)
             file = read_torch_file(path, memory=memory)
+            problems += problems_of(path, file.unknown)
             files[rank] = RankFile(rank=rank, file=file, tensors=module_tensors(file, module))
         except CorruptFile as error:
             problems.append(error.problem)

@@ -24,7 +24,8 @@ from lora_tool.core.errors import CorruptFile, Defect, Problem
 from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, TransposedSpan, is_tensor_name
 from lora_tool.formats.distributed_tensors import KNOWN, DistributedTensor
 from lora_tool.formats.files import instead_of_weights, open_regular, read_at
-from lora_tool.formats.pickle_objects import name_of
+from lora_tool.formats.pickle_names import problems_of
+from lora_tool.formats.pickle_objects import Global, name_of
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
 from lora_tool.formats.safetensors import WeightsFile
 from lora_tool.formats.torch_objects import ElementType, LazyTensor, TorchStorage
@@ -36,7 +37,7 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _ENCRYPTED = 1
 _SMALL = 1 << 16
 """Bytes that are read at once."""
-_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, struct.error, OSError, ValueError, OverflowError)
+ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, struct.error, OSError, ValueError, OverflowError)
 """Exceptions of `zipfile` for broken archives: ValueError for names not in UTF-8, RuntimeError for odd versions."""
 
 
@@ -59,6 +60,8 @@ class TorchFile(Struct, frozen=True, kw_only=True):
     value: Any
     records: Mapping[str, Record]
     """Key of each storage → its record."""
+    unknown: Mapping[Global, bool] = {}
+    """The names in its pickle that have no meaning here, and whether it calls them."""
     serialization_id: str | None = None
     """What torch derives from the records' names and CRCs: two files have the same only if they are copies."""
 
@@ -96,16 +99,16 @@ class PickleMemory:
 
     def __init__(self) -> None:
         self._pickled = b""
-        self._value: Any = None
+        self._loaded: tuple[Any, Mapping[Global, bool]] = (None, {})
         self._storages: Mapping[str, TorchStorage] = {}
 
-    def value(self, pickled: bytes, records: Mapping[str, Record]) -> Any:  # noqa: ANN401
-        """Return the value of `pickled`. Raises ValueError as `load` does, and where it does not fit the `records`."""
+    def loaded(self, pickled: bytes, records: Mapping[str, Record]) -> tuple[Any, Mapping[Global, bool]]:
+        """Return what `load` does of `pickled`. Raises ValueError as that, and where it does not fit the `records`."""
         same = pickled == self._pickled or _DEVICE.sub(b"", pickled) == _DEVICE.sub(b"", self._pickled)
         if same and self._pickled:
             for storage in self._storages.values():
                 _require_record(storage, records)
-            return self._value
+            return self._loaded
         storages: dict[str, TorchStorage] = {}
 
         def found(pid: Any) -> TorchStorage:  # noqa: ANN401 - any value of the pickle
@@ -116,9 +119,9 @@ class PickleMemory:
             _require_record(storages[key], records)
             return storages[key]
 
-        self._value = load(pickled, known=KNOWN, persistent=found)
+        self._loaded = load(pickled, known=KNOWN, persistent=found)
         self._pickled, self._storages = pickled, storages
-        return self._value
+        return self._loaded
 
 
 def read_torch_file(
@@ -140,7 +143,7 @@ def read_torch_file(
         try:
             with zipfile.ZipFile(part.window()) as archive:
                 return _read_archive(archive, part, stamp, memory or PickleMemory())
-        except _ZIP_ERRORS as error:
+        except ZIP_ERRORS as error:
             raise CorruptFile.of(path, Defect.TRUNCATED, f"is not a whole torch file ({error}): truncated?") from error
 
 
@@ -257,11 +260,13 @@ def _read_archive(archive: zipfile.ZipFile, part: _Part, stamp: FileStamp, memor
         for name, info in members.items()
         if name.startswith(data)
     }
+    value, unknown = _unpickled(part, members[f"{root}/data.pkl"], records, memory)
     return TorchFile(
         stamp=stamp,
         root=root,
-        value=_unpickled(part, members[f"{root}/data.pkl"], records, memory),
+        value=value,
         records=records,
+        unknown=unknown,
         serialization_id=_text(part, members, f"{root}/.data/serialization_id"),
     )
 
@@ -272,12 +277,14 @@ def _text(part: _Part, members: Mapping[str, zipfile.ZipInfo], name: str) -> str
     return None if info is None or info.file_size > 200 else part.content(info).decode("latin-1").strip()  # noqa: PLR2004
 
 
-def _unpickled(part: _Part, info: zipfile.ZipInfo, records: Mapping[str, Record], memory: PickleMemory) -> Any:  # noqa: ANN401
+def _unpickled(
+    part: _Part, info: zipfile.ZipInfo, records: Mapping[str, Record], memory: PickleMemory
+) -> tuple[Any, Mapping[Global, bool]]:
     if info.file_size > MAX_PICKLE_BYTES:
         message = f"has a pickle of {info.file_size:,} bytes, more than the {MAX_PICKLE_BYTES:,} that lora-tool reads"
         raise CorruptFile.of(part.path, Defect.PICKLE, message)
     try:
-        return memory.value(part.content(info), records)
+        return memory.loaded(part.content(info), records)
     except ValueError as error:
         raise CorruptFile.of(part.path, Defect.PICKLE, str(error)) from error
 
@@ -334,6 +341,7 @@ def scan_torch_weights(path: Path) -> WeightsFile:
         return WeightsFile(stamp=stamp, problems=(error.problem,))
     message = "is a pickle, which can run code when other tools load it; lora-tool read it without running it"
     problems = [Problem(defect=Defect.PICKLE, path=str(path), message=message, fatal=False)]
+    problems += problems_of(path, file.unknown, weights=True)
     tensors: dict[str, StoredTensor] = {}
     for name, item in file.value.items():
         try:

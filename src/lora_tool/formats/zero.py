@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from lora_tool.core.errors import CorruptFile, Defect, NotACheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.formats.files import require_inside
+from lora_tool.formats.pickle_names import problems_of
 from lora_tool.formats.torch_zip import PickleMemory, TorchFile, read_torch_file
 from lora_tool.formats.zero_files import (
     BY_ITS_PROGRAM,
@@ -166,6 +167,7 @@ def _read_files(
             file = read_torch_file(path, memory=memory)
             if not isinstance(file.value, dict):
                 raise CorruptFile.of(path, Defect.BAD_HEADER, "does not hold a dictionary: not written by DeepSpeed")
+            problems += problems_of(path, file.unknown)
             found[rank] = before = interpret(file, rank, before if file.value is value else None)
             value = file.value
         except CorruptFile as error:

@@ -21,6 +21,7 @@ from lora_tool.core.errors import CorruptFile, Defect, Problem, UnsupportedCheck
 from lora_tool.core.tensors import MAX_BYTES, is_tensor_name
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import require_inside
+from lora_tool.formats.pickle_names import problems_of
 from lora_tool.formats.pickle_objects import Stub, as_json
 from lora_tool.formats.state_dicts import require_read
 from lora_tool.formats.torch_objects import LazyTensor
@@ -337,7 +338,7 @@ def read_masters(folder: Path, problems: list[Problem]) -> dict[str, Master]:
         try:
             if (path / FILE).is_file():
                 require_inside(folder, path / FILE)
-                found[path.name] = _master(path)
+                found[path.name] = _master(path, problems)
         except CorruptFile as error:
             problems.append(error.problem)
     return found
@@ -351,22 +352,24 @@ def _folders(zero: Path, problems: list[Problem]) -> Iterator[Path]:
         problems.append(Problem(defect=Defect.NOT_A_FILE, path=str(zero), message=message))
 
 
-def _master(folder: Path) -> Master:
+def _master(folder: Path, problems: list[Problem]) -> Master:
     from lora_tool.formats.torch_zip import read_torch_file  # not to judge an adapter
 
     file = read_torch_file(folder / FILE)
+    problems += problems_of(file.path, file.unknown)
     tensor = file.value.get("param") if isinstance(file.value, dict) else file.value
     if not isinstance(tensor, LazyTensor) or not tensor.dtype.is_float:
         raise CorruptFile.of(file.path, Defect.BAD_HEADER, "holds no float tensor: not written by ds_to_universal.py")
-    return Master(file=file, tensor=tensor, step=_step_of(folder / _STEP))
+    return Master(file=file, tensor=tensor, step=_step_of(folder / _STEP, problems))
 
 
-def _step_of(path: Path) -> float | None:
+def _step_of(path: Path, problems: list[Problem]) -> float | None:
     from lora_tool.formats.torch_zip import read_scalar, read_torch_file
 
     if not path.is_file():
         return None
     file = read_torch_file(path)
+    problems += problems_of(path, file.unknown)
     if isinstance(file.value, LazyTensor):
         return read_scalar(file, file.value)
     return float(file.value) if type(file.value) in (int, float) else None

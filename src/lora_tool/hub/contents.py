@@ -21,7 +21,7 @@ from lora_tool.checkpoints.registry import sharded_kinds
 from lora_tool.core.errors import CorruptFile, PlanError
 from lora_tool.core.tensors import FileStamp
 from lora_tool.formats import adapter_config, generation_config, manifest, model_config, sentence_transformers
-from lora_tool.formats.files import json_bytes, read_json, require_own_file
+from lora_tool.formats.files import PICKLED, json_bytes, read_json, require_own_file
 from lora_tool.formats.safetensors import scan_file
 from lora_tool.hub.model import LeftOut, PushContent
 from lora_tool.hub.origin import Origin, is_hub_id
@@ -38,7 +38,7 @@ _NEVER = {
     _STATE: "trainer_state.json optimizer* scheduler.* scaler.* rng_state* random_states_*",
     "a separate checkpoint": "checkpoint-*",
     "training logs": "runs wandb mlruns events.out.tfevents*",
-    "a pickle: loading it can run code": "*.bin *.pt *.pth *.ckpt *.pkl *.pickle *.joblib *.dill",
+    "a pickle: loading it can run code": " ".join(f"*{end}" for end in PICKLED),
 }
 """Why → names of files and folders that no `--include` lets through; nor those of the pieces of checkpoints."""
 

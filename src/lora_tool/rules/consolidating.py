@@ -7,6 +7,7 @@ from lora_tool.core.report.findings import Finding
 from lora_tool.core.tensors import TensorTable
 from lora_tool.rules.adapter import lt2_layers  # noqa: F401 - importing a family registers its rules
 from lora_tool.rules.engine.registry import RULES
+from lora_tool.rules.files.lt1_containers import foreign_call
 from lora_tool.rules.training import lt4_contents, lt4_rank_files, lt4_values  # noqa: F401
 from lora_tool.rules.training.sharded_subject import ShardedSubject
 from lora_tool.rules.training.value_check import ValueCheck, value_check
@@ -18,7 +19,8 @@ def judge_files(subject: ShardedSubject) -> tuple[Finding, ...]:
     """Return the faults of the rank files, without reading values."""
     found: list[Finding] = []
     for code, rule in sorted(RULES.items()):
-        if rule.on is ShardedSubject and not rule.deep and code not in _OF_ADAPTERS:
+        about_them = rule.on is ShardedSubject and not rule.deep and code not in _OF_ADAPTERS
+        if about_them or rule.check is foreign_call:
             found += rule.findings(subject)
     return tuple(found)
 

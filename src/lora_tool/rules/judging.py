@@ -64,7 +64,7 @@ WEIGHTS_BESIDE = "LT222"
 
 _OF_FILES = ("LT1", "LT214")
 """The rules about the files themselves, and their fields."""
-_OF_BASES = frozenset({"LT309", "LT310", "LT317", "LT318", "LT322", "LT324"})
+_OF_BASES = frozenset({"LT116", "LT309", "LT310", "LT317", "LT318", "LT322", "LT324"})
 """What is wrong with a base and would be wrong with everything that is merged into it. LT515 tells of what is lost where
 the adapter's names are the base's.
 """

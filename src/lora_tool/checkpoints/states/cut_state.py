@@ -13,6 +13,7 @@ from lora_tool.checkpoints.states.file_facts import NumberedFiles
 from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, size_near
 from lora_tool.checkpoints.states.tags import require_tag_here
 from lora_tool.core.display import counted
+from lora_tool.core.errors import Defect
 from lora_tool.core.tensors import DType, StoredTensor, TensorTable
 from lora_tool.formats.cut_safetensors import CutModel, assemble_cut, read_cut_safetensors
 from lora_tool.formats.partitions import Role, StateEntry
@@ -118,7 +119,7 @@ def whole_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingSt
         title=f"{checkpoint.kind} {folder}, {counted(len(weights.files), 'file')}",
         entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in weights.tensors.items()},
         without_values=base_layers_left_out(weights.tensors),
-        problems=tuple(problem for problem in weights.problems if problem.fatal),
+        problems=tuple(each for each in weights.problems if each.fatal or each.defect is Defect.FOREIGN_CALL),
         tensors=weights.tensors,
         stamps={stamp.path: stamp for stamp in weights.stamps},
         facts={"format": str(checkpoint.kind), "tag": ".", "files": len(weights.files)},

@@ -100,7 +100,7 @@ class RankState(TrainingState, frozen=True, kw_only=True):
     @property
     def lists_all_names(self) -> bool:
         """Whether no rank's file is missing or broken."""
-        return not self.problems and (self.alone or self.there.issuperset(range(self.ranks)))
+        return not self.broken and (self.alone or self.there.issuperset(range(self.ranks)))
 
     @property
     def _gaps(self) -> dict[str, str]:

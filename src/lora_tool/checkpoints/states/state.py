@@ -53,7 +53,7 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
     shapeless: frozenset[str] = frozenset()
     """Names of tensors whose elements are there but whose shapes are unknown; in `entries` they have one dimension."""
     problems: tuple[Problem, ...] = ()
-    """Of files that cannot be read."""
+    """Of files that cannot be read, and of pickles that call what no checkpoint needs."""
     tags: SavedTags | None = None
     """The saves that this one was chosen from; None where the caller named it."""
     stamps: Mapping[Path, FileStamp]
@@ -144,7 +144,12 @@ class TrainingState(Struct, frozen=True, kw_only=True, metaclass=AbstractRecord)
     @property
     def lists_all_names(self) -> bool:
         """Whether no file is missing or broken that may name further tensors."""
-        return not self.problems
+        return not self.broken
+
+    @property
+    def broken(self) -> tuple[Problem, ...]:
+        """The problems of files that cannot be read."""
+        return tuple(problem for problem in self.problems if problem.fatal)
 
     @property
     def has_module_names(self) -> bool:

@@ -57,7 +57,7 @@ class ZeroState(TrainingState, frozen=True, kw_only=True):
         if tag.masters is None or tag.first is None:
             return
         zero = tag.folder / FOLDER
-        broken = {problem.path for problem in tag.problems}
+        broken = {problem.path for problem in self.broken}
         for name in tag.first.trained_shapes.keys() - tag.masters.keys():
             if not any(path.startswith(f"{zero / name}/") for path in broken):
                 yield zero / name / FILE, "but the parameter was trained"

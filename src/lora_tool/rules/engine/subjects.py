@@ -6,6 +6,7 @@ import enum
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
@@ -88,6 +89,17 @@ class Subject(Struct, frozen=True, kw_only=True, eq=False):
     def tensors(self) -> TensorTable:
         """The tensors whose headers were read; none for the folders of rank files."""
         return self.checkpoint.tensors if isinstance(self.checkpoint, AdapterDir | ModelDir) else {}
+
+    @property
+    def read_files(self) -> frozenset[Path]:
+        """The files of weights that were read without a fatal problem."""
+        files = self.checkpoint.weights.files if isinstance(self.checkpoint, AdapterDir | ModelDir) else ()
+        return frozenset(file.path for file in files if not any(problem.fatal for problem in file.problems))
+
+    @property
+    def places(self) -> Iterator[Path]:
+        """Its folder, and others that its files lie in."""
+        yield self.checkpoint.root
 
     def has(self, matter: Matter | Defect) -> bool:
         """Return whether the folder has this, so that the rules about it have something to judge."""

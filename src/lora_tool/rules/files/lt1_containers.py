@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from lora_tool.checkpoints import AdapterDir
+from lora_tool.checkpoints.folders import listed
 from lora_tool.checkpoints.nearby import consolidate_command, training_state_near
 from lora_tool.checkpoints.registry import holds_rank_files
 from lora_tool.core.display import counted
@@ -16,7 +18,15 @@ from lora_tool.core.errors import CorruptFile, Defect
 from lora_tool.core.report import Severity
 from lora_tool.core.report.text import grouped
 from lora_tool.formats import manifest
-from lora_tool.formats.files import BYTE_ORDER_MARK, broken_json, require_own_file, way_to_open
+from lora_tool.formats.files import (
+    BYTE_ORDER_MARK,
+    PICKLED,
+    broken_json,
+    inside,
+    is_file,
+    require_own_file,
+    way_to_open,
+)
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import Subject, an_earlier_checkpoint
 
@@ -290,6 +300,38 @@ def weights_absent(subject: Subject) -> Iterator[Fault]:
     """
     for fault in defects(subject, Defect.NO_WEIGHTS):
         yield replace(fault, hint=_where_they_are(subject))
+
+
+@rule("LT116", Severity.ERROR, on=Subject)
+def foreign_call(subject: Subject) -> Iterator[Fault]:
+    """A pickle that calls what no checkpoint needs.
+
+    What it does: Reads the names in every pickle of the folder, without importing or running one: weights, rank files,
+    and what a run is resumed from, such as `optimizer.pt` and `training_args.bin`. Functions that rebuild tensors,
+    arrays and plain values, and classes of trainers, are fine; anything else of Python's own, and any other function,
+    is not. Of a file other than weights the first 16 MB are read.
+    Why it matters: A program that loads the file runs what it names. Such a file was made to do harm.
+    Example: `adapter_model.bin` calls `posix.system`.
+    What to do: Do not load the file with another program, and do not trust the rest of the folder. Save the checkpoint
+    again, or download it from where you trust it.
+    """
+    yield from defects(subject, Defect.FOREIGN_CALL)
+    for path in _unread(subject):
+        from lora_tool.formats.unread_pickles import foreign_calls  # most folders have none
+
+        with contextlib.suppress(CorruptFile):
+            for problem in foreign_calls(path):
+                yield Fault(message=problem.message, subject=problem.subject, path=path)
+
+
+def _unread(subject: Subject) -> Iterator[Path]:
+    """Yield the files in the folder that programs unpickle and that were not read."""
+    root, read = subject.checkpoint.root, subject.read_files
+    for folder in subject.places:
+        below = (f"{name}/.metadata" for name in listed(folder) if "." not in name)
+        for path in (folder / name for name in (*listed(folder), *below) if name.endswith(PICKLED)):
+            if path not in read and is_file(path) and inside(root, path):
+                yield path
 
 
 def _where_they_are(subject: Subject) -> str | None:

@@ -92,7 +92,7 @@ def rank_file_unreadable(subject: ShardedSubject) -> Iterator[Fault]:
     What to do: Copy it again from where it was written, or use another save: `lora-tool consolidate CKPT --tag T`, or
     another `checkpoint-N`.
     """
-    for problem in subject.state.problems:
+    for problem in subject.state.broken:
         hint = f"copy it again, or {another_save(Path(problem.path))}"
         if problem.defect is Defect.PICKLE and not problem.path.endswith(".metadata"):
             hint = "copy it again; if it is the same then, write it anew with the torch that saved it: torch.save(torch.load(FILE), NEW)"

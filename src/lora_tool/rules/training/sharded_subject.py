@@ -18,7 +18,7 @@ from lora_tool.checkpoints.kinds import step_of
 from lora_tool.checkpoints.registry import is_save, is_step
 from lora_tool.checkpoints.states.training_state import training_state
 from lora_tool.core.display import from_here
-from lora_tool.core.errors import CheckpointError, LoraToolError, Problem
+from lora_tool.core.errors import CheckpointError, Defect, LoraToolError, Problem
 from lora_tool.core.progress import Watch
 from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import RULES
@@ -54,10 +54,23 @@ class ShardedSubject(LoraSubject, frozen=True, kw_only=True, eq=False, dict=True
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """See `Subject`; and the problems of the config near it, or of the files that one is derived from."""
+        """See `Subject`; and the problems of the config near it, or of the files that one is derived from, and the
+        rank files' pickles that call what no checkpoint needs.
+        """
         from lora_tool.checkpoints.states.frozen_heads import config_problems  # slow to import, for few folders
 
-        return (*self.checkpoint.problems, *config_problems(self.state))
+        called = (problem for problem in self.state.problems if problem.defect is Defect.FOREIGN_CALL)
+        return (*self.checkpoint.problems, *config_problems(self.state), *called)
+
+    @property
+    def read_files(self) -> frozenset[Path]:
+        """See `Subject`."""
+        return frozenset(self.state.stamps) - {Path(problem.path) for problem in self.state.broken}
+
+    @property
+    def places(self) -> Iterator[Path]:
+        """See `Subject`; and the folder of the save that is used."""
+        yield from dict.fromkeys((self.checkpoint.root, self.state.folder))
 
     @property
     def nbytes(self) -> int:
