@@ -110,7 +110,7 @@ if TYPE_CHECKING:
     from lora_tool.workflows.written import Written as Written
 
 _HOMES = {
-    "checkpoints": "AdapterDir Checkpoint ModelDir RunDir ShardedDir open_checkpoint open_sharded",
+    "checkpoints": "AdapterDir Checkpoint ModelDir NamedAdapters RunDir ShardedDir open_checkpoint open_sharded",
     "core.errors": """BadConfig BrokenFile BrokenPlugin CheckpointError CorruptFile ExecutionError FindingsFound
         HubConflict HubError HubRefused HubUnreachable IncompatibleBase IncompleteCheckpoint
         LoraToolError MissingDependency NotACheckpoint OnlyInMemory OutOfSpace OutputExists PlanError

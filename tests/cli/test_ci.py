@@ -198,11 +198,6 @@ def test_finished_weights_that_are_not_the_best_are_named_as_such(call: Caller, 
     summary = told["stages"][0]["summary"]
     better = f"the best is checkpoint-2 (lowest eval_loss, 0.3): lora-tool ci {run / 'checkpoint-2'}"
     assert f"taking its finished weights; {better}" in summary
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (run / name).unlink()
-    refused = call("merge", "--rm", run, "-o", tmp_path / "merged")
-    assert refused.code == 3
-    assert f"lora-tool merge {run / 'checkpoint-2'}" in refused.err
 
 
 def test_an_adapter_config_beside_fsdp_files_is_no_adapter(call: Caller, clone: Path, tmp_path: Path) -> None:

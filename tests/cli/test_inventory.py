@@ -103,7 +103,9 @@ def test_every_command_names_the_same_best_checkpoint_and_verdicts(
     assert f"taking {best}" in taken["stages"][0]["summary"]
     assert [row["codes"] for row in judged["checkpoints"]] == [row["row"]["codes"] for row in listed["checkpoints"]]
     assert [row["verdict"] for row in judged["checkpoints"]] == [row["verdict"] for row in pruned]
-    assert [Path(row["path"]).name for row in pruned if row["goes"]] == (["checkpoint-2"] if configured else [])
+    assert [Path(row["path"]).name for row in pruned if row["goes"]] == (
+        ["checkpoint-2"] if configured else ["checkpoint-4"]
+    )
 
 
 @pytest.fixture

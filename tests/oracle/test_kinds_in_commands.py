@@ -96,6 +96,14 @@ def megatron(_: Path, out: Path) -> Sample:
     return Sample(root=root, save=root / "iter_0000007", base=out / "base", names=("iter_0000001", "iter_0000002"))
 
 
+def adapter_set(_: Path, out: Path) -> Sample:
+    """Of one adapter, which is not called `default`."""
+    root = out / "checkpoint-1"
+    shutil.copytree(FIXTURES / "causal-llama" / "adapter", root / "policy")
+    shutil.copy(TRAINER_STATE, root)
+    return Sample(root=root, save=root, base=FIXTURES / "causal-llama" / "base")
+
+
 def state_file(trainers: Path, out: Path) -> Sample:
     root = out / "state"
     root.mkdir()
@@ -119,6 +127,7 @@ MAKERS: dict[str, Maker] = {
     "adapter": adapter,
     "base model": base_model,
     "run folder": run_folder,
+    "adapter set": adapter_set,
     "DeepSpeed checkpoint": deepspeed,
     "Megatron checkpoint": megatron,
     "FSDP checkpoint": saved("fsdp2-dcp-bf16", "pytorch_model_fsdp_0", names=("step-1", "step-2")),

@@ -17,6 +17,7 @@ from lora_tool.checkpoints.kinds import Checkpoint as Checkpoint
 from lora_tool.checkpoints.kinds import Claim as Claim
 from lora_tool.checkpoints.kinds import Kind as Kind
 from lora_tool.checkpoints.kinds import ModelDir as ModelDir
+from lora_tool.checkpoints.kinds import NamedAdapters as NamedAdapters
 from lora_tool.checkpoints.kinds import RunDir as RunDir
 from lora_tool.checkpoints.kinds import ShardedDir as ShardedDir
 from lora_tool.checkpoints.kinds import ShardedKind as ShardedKind
@@ -24,6 +25,9 @@ from lora_tool.checkpoints.kinds import unexpected as unexpected
 from lora_tool.checkpoints.models import BASE_MODEL as BASE_MODEL
 from lora_tool.checkpoints.models import MERGED_MODEL as MERGED_MODEL
 from lora_tool.checkpoints.models import TRAINED_MODEL as TRAINED_MODEL
+from lora_tool.checkpoints.named_adapters import adapter_name as adapter_name
+from lora_tool.checkpoints.named_adapters import is_frozen as is_frozen
+from lora_tool.checkpoints.named_adapters import trained_among as trained_among
 from lora_tool.checkpoints.opening import as_adapter as as_adapter
 from lora_tool.checkpoints.opening import as_model as as_model
 from lora_tool.checkpoints.opening import open_adapter as open_adapter

@@ -170,8 +170,14 @@ class RunDir(_Opened, frozen=True, kw_only=True):
     """A training run's output folder that holds `checkpoint-N` folders and no finished weights."""
 
 
-Checkpoint = ModelDir | AdapterDir | ShardedDir | RunDir
-"""A closed union: code that takes one handles all four. New kinds of checkpoint open as one of them."""
+class NamedAdapters(_Opened, frozen=True, kw_only=True):
+    """A save of a run without weights of its own: each of its adapters lies in a folder that has its name."""
+
+    adapters: tuple[AdapterDir, ...]
+
+
+Checkpoint = ModelDir | AdapterDir | ShardedDir | RunDir | NamedAdapters
+"""A closed union: code that takes one handles all five. New kinds of checkpoint open as one of them."""
 
 
 def unexpected(found: Checkpoint, expected: str, *, hint: str | None = None) -> NotACheckpoint:

@@ -13,6 +13,7 @@ from lora_tool.checkpoints.folders import Folder, is_numbered, read_folder
 from lora_tool.checkpoints.fsdp import CUT_SAFETENSORS, DCP, FSDP_FULL, FSDP_RANKS
 from lora_tool.checkpoints.kinds import Claim, Kind, RunDir, ShardedKind, matches
 from lora_tool.checkpoints.models import BASE_MODEL
+from lora_tool.checkpoints.named_adapters import NAMED_ADAPTERS
 from lora_tool.checkpoints.state_file import STATE_FILE
 from lora_tool.checkpoints.verl import VERL
 from lora_tool.core.errors import CheckpointError
@@ -27,7 +28,7 @@ RUN: Kind = Kind(
 """The output folder of a training run, full of `checkpoint-N`."""
 _CERTAIN: tuple[Kind, ...] = (ADAPTER, BASE_MODEL, ZERO, FSDP_RANKS, FSDP_FULL, CUT_SAFETENSORS)
 """Those whose files no other program writes."""
-_COMMON: tuple[Kind, ...] = (DCP, VERL, RUN, STATE_FILE)
+_COMMON: tuple[Kind, ...] = (DCP, VERL, RUN, NAMED_ADAPTERS, STATE_FILE)
 """Those whose files or folders others write, too."""
 _ORDINARY = re.compile(
     r"(?:config\.json|adapter_(?:config|model)|model\b|pytorch_model\b|trainer_state|training_args|optimizer\.|scheduler\."

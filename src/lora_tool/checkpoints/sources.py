@@ -18,9 +18,11 @@ from lora_tool.checkpoints import (
     Checkpoint,
     ModelDir,
     RunDir,
+    adapter_name,
     adapters_below,
     as_adapter,
     as_model,
+    open_adapter,
     open_checkpoint,
 )
 from lora_tool.checkpoints.path_suggestions import no_such_folder, not_a_folder, probably_meant
@@ -198,11 +200,19 @@ def open_adapter_at(path: Path) -> AdapterDir:
     """
     inner = adapters_below(path)
     if len(inner) > 1:
-        message = f"{path} holds {len(inner)} adapters: {', '.join(folder.name for folder in inner)}"
-        raise NotACheckpoint(
-            message, hint=f"give one, or several to merge their sum: lora-tool merge {shlex.quote(str(inner[0]))}"
-        )
+        raise several_adapters(path, tuple(map(open_adapter, inner)), "merge")
     return _the_adapter(open_checkpoint(inner[0] if inner else path))
+
+
+def several_adapters(path: Path, adapters: Sequence[AdapterDir], command: str) -> NotACheckpoint:
+    """Return the error for a folder of several adapters where one is wanted; its hint names one that was trained."""
+    names = {adapter.root: adapter_name(adapter) for adapter in adapters}
+    first = next((root for root, name in names.items() if name == root.name), adapters[0].root)
+    several = ", or several to merge their sum" if command == "merge" else ""
+    return NotACheckpoint(
+        f"{path} holds {len(adapters)} adapters: {', '.join(names.values())}",
+        hint=f"give one{several}: lora-tool {command} {shlex.quote(str(first))}",
+    )
 
 
 def _the_adapter(opened: Checkpoint) -> AdapterDir:

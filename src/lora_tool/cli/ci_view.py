@@ -10,7 +10,7 @@ import click
 
 from lora_tool.cli.exit_codes import DONE, FAILED_CHECK, FINDINGS, exit_code
 from lora_tool.cli.reporting import SUMMARY, ReportFile
-from lora_tool.cli.terminal import wants_colour
+from lora_tool.cli.terminal import as_typed, wants_colour
 from lora_tool.core.display import printable
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
@@ -32,7 +32,7 @@ def stage_line(stage: Stage) -> str:
     status = f"{stage.status:<8}"
     shown = click.style(status, fg=_COLOURS[stage.status]) if wants_colour() else status
     took = f"  ({stage.seconds:.1f} s)" if stage.status is not Status.SKIPPED else ""
-    return f"{shown}{stage.name:<12}{printable(stage.summary)}{took}"
+    return f"{shown}{stage.name:<12}{printable(as_typed(stage.summary))}{took}"
 
 
 def report_of(outcome: Outcome, job: Job, ignored: tuple[Ignored, ...]) -> Report:
@@ -56,7 +56,7 @@ def code_of(outcome: Outcome) -> int:
 def report_lines(report: Report, warnings: Iterable[str], hint: str | None = None) -> list[str]:
     """Return what is to be said of a report: its findings, else a `hint`, then `warnings`, and rules that could not run."""
     lines = list(findings_lines(report.at_least(Severity.WARNING), color=wants_colour()))
-    lines += [f"hint: {printable(hint)}"] if hint and not lines else []
+    lines += [f"hint: {printable(as_typed(hint))}"] if hint and not lines else []
     return [*lines, *(f"warning: {printable(warning)}" for warning in warnings), *skipped_lines(report.skipped)]
 
 

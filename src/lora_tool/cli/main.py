@@ -21,7 +21,7 @@ import click
 from click.core import ParameterSource
 
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, NOBODY_READS, exit_code
-from lora_tool.cli.terminal import leave_stdout, show_error, warn
+from lora_tool.cli.terminal import leave_stdout, retyped, show_error, warn
 from lora_tool.core import doors
 from lora_tool.core.display import printable
 from lora_tool.core.errors import LoraToolError, WrongValue, of_system
@@ -241,7 +241,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     # thousand tensors is two million objects
     gc.set_threshold(3_000_000, 100)
     try:
-        code = cli.main(args=args, prog_name="lora-tool", standalone_mode=False)
+        code = cli.main(args=args, prog_name="lora-tool", standalone_mode=False, obj=words)
         sys.stdout.flush()
     except (click.exceptions.Abort, KeyboardInterrupt):
         with contextlib.suppress(OSError):  # the terminal may be gone
@@ -252,6 +252,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         _show_usage(error, as_json=as_json)
     except LoraToolError as error:
         code = exit_code(error)
+        error.hint = error.hint and retyped(error.hint, words)
         show_error(error, code, as_json=as_json)
     except (MemoryError, RuntimeError) as error:
         show_error(_of_limits(error))

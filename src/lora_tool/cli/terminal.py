@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -126,6 +128,35 @@ def show_error(error: LoraToolError, code: int | None = None, *, as_json: bool =
             leave_stdout()
     if error.hint and error.hint not in {finding.hint for finding in findings}:
         tell("hint", error.hint)
+
+
+_OUTPUT = ("-o", "--output")
+
+
+def as_typed(text: str) -> str:
+    """Return `text` as `retyped` does with the words of this call but its output, which exists by then."""
+    context = click.get_current_context(silent=True)
+    words: Sequence[str] = () if context is None else context.find_root().obj or ()
+    named = {at + 1 for at, word in enumerate(words) if word in _OUTPUT}
+    kept = (word for at, word in enumerate(words) if at not in named and word.partition("=")[0] not in _OUTPUT)
+    return retyped(text, tuple(kept))
+
+
+def retyped(text: str, words: Sequence[str]) -> str:
+    """Return `text` with the `words` that were typed in the command that it ends with, if that names the same command.
+
+    It has to name a folder in the one that was typed, or in the working directory where only options were.
+    """
+    begin, found, command = text.rpartition("lora-tool ")
+    suggested = shlex.split(command) if found and "`" not in command and command.count("'") % 2 == 0 else []
+    if len(suggested) != len(("merge", "PATH")) or list(words[:1]) != suggested[:1]:
+        return text
+    path = Path(suggested[1])
+    typed = [word for word in words[1:] if not word.startswith("-") and Path(word) in path.parents]
+    if len(typed) == 1:
+        return f"{begin}lora-tool {shlex.join(suggested[1] if word == typed[0] else word for word in words)}"
+    only_options = all(word.startswith("-") for word in words[1:]) and not path.is_absolute()
+    return f"{begin}lora-tool {shlex.join([*words, suggested[1]])}" if only_options else text
 
 
 @contextlib.contextmanager

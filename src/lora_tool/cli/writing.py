@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lora_tool.cli.options import Parsed, in_order, option_in, quiet_option, verbose_option
-from lora_tool.cli.terminal import progress_bar, say, show_findings, wants_colour, warn
+from lora_tool.cli.terminal import as_typed, progress_bar, say, show_findings, wants_colour, warn
 from lora_tool.core.display import json_text, printable
 from lora_tool.core.options import Section
 from lora_tool.core.share import share
@@ -54,7 +54,7 @@ def caller(typed: Mapping[str, Any]) -> Caller:
         dry_run=dry_run,
         part=part,
         progress=partial(progress_bar, quiet=silent),
-        note=lambda text: click.echo(f"note: {printable(text)}", err=True),
+        note=lambda text: click.echo(f"note: {printable(as_typed(text))}", err=True),
         planned=shown.planned,
         findings=show_findings,
         done=shown.done,

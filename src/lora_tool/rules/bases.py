@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, RunDir, base_around, open_checkpoint, open_model
+from lora_tool.checkpoints import (
+    AdapterDir,
+    Checkpoint,
+    ModelDir,
+    NamedAdapters,
+    RunDir,
+    base_around,
+    open_checkpoint,
+    open_model,
+)
 from lora_tool.checkpoints.sources import local_folder, may_hold, resolve
 from lora_tool.core.errors import CheckpointError
 from lora_tool.core.progress import decided
@@ -19,6 +28,8 @@ def named_base(checkpoint: Checkpoint, near: Path | None = None) -> tuple[ModelD
     folder `near`, by default the adapter's own, and those above it. Nothing is downloaded.
     """
     adapter = last_adapter(checkpoint) if isinstance(checkpoint, RunDir) else checkpoint
+    if isinstance(adapter, NamedAdapters):
+        adapter = adapter.adapters[0]
     config = adapter.config if isinstance(adapter, AdapterDir) else None
     if adapter is None or config is None:
         return None, NO_BASE
@@ -48,6 +59,8 @@ def last_adapter(run: RunDir) -> AdapterDir | None:
             opened = open_checkpoint(run.root / name)
         except CheckpointError:
             continue
+        if isinstance(opened, NamedAdapters):
+            return opened.adapters[0]
         if isinstance(opened, AdapterDir):
             return opened
     return None

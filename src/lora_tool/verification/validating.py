@@ -8,7 +8,16 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, RunDir, ShardedDir, open_checkpoint
+from lora_tool.checkpoints import (
+    AdapterDir,
+    Checkpoint,
+    ModelDir,
+    NamedAdapters,
+    RunDir,
+    ShardedDir,
+    open_checkpoint,
+    trained_among,
+)
 from lora_tool.checkpoints.sources import Reference, opened, opened_adapter, opened_model
 from lora_tool.core.choices import assert_never, flag, positive
 from lora_tool.core.errors import LoraToolError, NotACheckpoint, UnsupportedCheckpoint
@@ -23,7 +32,7 @@ from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.options import SelectOptions
 from lora_tool.rules.bases import named_base
 from lora_tool.rules.engine.registry import chosen
-from lora_tool.rules.engine.subjects import ModelSubject, RunSubject
+from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Subject
 from lora_tool.rules.judging import Judge, unopened
 from lora_tool.rules.serving.named import SERVER_NAMES, server_named
 from lora_tool.rules.training.saves import FINISHED, Judged, judged, run_table
@@ -198,10 +207,20 @@ def _judged(checkpoint: Checkpoint, judge: Judge, adapters: tuple[AdapterDir, ..
             return joined([judge.folder(_model(checkpoint, judge, adapters)), *judge.rank_files_beside(checkpoint)])
         case ShardedDir():
             return judge.folder(sharded_subject(checkpoint, watch=judge.watch, whole=judge.deep is True))
+        case NamedAdapters():
+            return _named(checkpoint, judge)
         case RunDir():
             raise AssertionError("the checkpoints of a run are judged one by one")
         case other:
             return assert_never(other)
+
+
+def _named(checkpoint: NamedAdapters, judge: Judge) -> Report:
+    """Return the findings about a save and about its adapters; about one that was not trained only that it cannot be read."""
+    trained = trained_among(checkpoint)
+    frozen = [adapter for adapter in checkpoint.adapters if adapter not in trained]
+    own = judge.folder(Subject(checkpoint=checkpoint, whole=judge.deep is True))
+    return joined([own, *map(judge.adapter, trained), *map(judge.unreadable, frozen)])
 
 
 def _model(checkpoint: ModelDir, judge: Judge, adapters: tuple[AdapterDir, ...]) -> ModelSubject:

@@ -14,7 +14,16 @@ from typing import Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from lora_tool.checkpoints import Checkpoint, ModelDir, RunDir, ShardedDir, open_checkpoint, open_sharded
+from lora_tool.checkpoints import (
+    AdapterDir,
+    Checkpoint,
+    ModelDir,
+    RunDir,
+    ShardedDir,
+    is_frozen,
+    open_checkpoint,
+    open_sharded,
+)
 from lora_tool.checkpoints.folders import is_numbered
 from lora_tool.checkpoints.kinds import matches, step_of
 from lora_tool.checkpoints.registry import holds_pieces, is_save, is_step, sharded_kinds
@@ -53,6 +62,8 @@ class Listed(Struct, frozen=True, kw_only=True):
 
     root: Path
     kind: str
+    adapters: tuple[str, ...]
+    """The names of its adapters, where each lies in a folder of its own, with a word on those that were not trained."""
     row: RunCheckpoint
     sizes: Mapping[FileRole, int]
     best: bool = False
@@ -113,6 +124,7 @@ def inventory(root: Path, criteria: Criteria = Criteria()) -> Iterator[Inventory
                 Listed(
                     root=item.root,
                     kind=kind,
+                    adapters=item.adapters,
                     row=row,
                     sizes=sizes_of(item.root),
                     best=row.path == table.best,
@@ -220,7 +232,7 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
         item, opened = judge_checkpoint(folder, criteria, run.base_of(folder.parent))
         if not is_numbered(folder.name):
             item = replace(item, step=step_of(folder.name)[0])
-        return item, "unreadable" if opened is None else str(opened.kind)
+        return item, "unreadable" if opened is None else _kind_of(opened)
     name = FINISHED if any(folder.glob("checkpoint-*")) else folder.name
     try:
         whole: Checkpoint = open_checkpoint(folder)
@@ -234,7 +246,12 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
         return judged(folder, name, report, None), "unreadable"
     except LoraToolError:
         return None
-    return judged(folder, name, report, whole), str(whole.kind)
+    return judged(folder, name, report, whole), _kind_of(whole)
+
+
+def _kind_of(opened: Checkpoint) -> str:
+    """Return the kind of a checkpoint; an adapter that its run did not train is none of the run's results."""
+    return "frozen adapter" if isinstance(opened, AdapterDir) and is_frozen(opened) else str(opened.kind)
 
 
 def _is_root_of_saves(opened: Checkpoint) -> bool:

@@ -71,7 +71,7 @@ class Listing(Struct, frozen=True, kw_only=True):
                 rows.append(
                     (
                         item.name(self.root) + star,
-                        item.kind,
+                        f"adapters {', '.join(item.adapters)}" if item.adapters else item.kind,
                         "" if item.row.step is None else str(item.row.step),
                         number(item.row.loss, none=""),
                         number(item.row.metric, none="") + metric,

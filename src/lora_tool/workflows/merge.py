@@ -18,11 +18,13 @@ from lora_tool.checkpoints import (
     AdapterDir,
     Checkpoint,
     ModelDir,
+    NamedAdapters,
     RunDir,
     base_around,
     open_checkpoint,
     open_model,
     require_whole,
+    trained_among,
 )
 from lora_tool.checkpoints.sources import (
     Reference,
@@ -142,6 +144,24 @@ def meant_instead(adapters: Sequence[Reference], base: Reference | None) -> str 
     return f"lora-tool merge {' '.join(parts)} --base {models[0]}" + (" -o OUT" if len(parts) > 1 else "")
 
 
+def _better_than(finished: AdapterDir) -> str | None:
+    """Return that a checkpoint of the run is better than its `finished` weights, and the command that merges it.
+
+    None where none is, and for any other adapter.
+    """
+    if not finished.folder.checkpoints:
+        return None
+    from lora_tool.rules.training.saves import better_checkpoint  # only for a run
+    from lora_tool.verification.validating import validate
+
+    (table,) = validate(finished, checkpoints=True).runs
+    best = better_checkpoint(finished, table)
+    if best is None:
+        return None
+    which = f"the best checkpoint is {best.name} ({table.why_best}): lora-tool merge {shlex.quote(str(best))}"
+    return f"{finished.root} holds the run's finished weights, which are merged; {which}"
+
+
 def _best_of_run(sources: Sequence[Source]) -> str | None:
     """Return the command that merges the best checkpoint of the one run that was given; None where there is none."""
     if len(sources) != 1:
@@ -155,7 +175,11 @@ def _best_of_run(sources: Sequence[Source]) -> str | None:
     from lora_tool.verification.validating import validate  # only for a run, which a merge refuses
 
     (table,) = validate(opened).runs
-    return table.best and f"the best of its checkpoints ({table.why_best}): lora-tool merge {shlex.quote(table.best)}"
+    if table.best is None:
+        return None
+    best = open_checkpoint(table.best)
+    taken = trained_among(best)[0].root if isinstance(best, NamedAdapters) else best.root
+    return f"the best of its checkpoints ({table.why_best}): lora-tool merge {shlex.quote(str(taken))}"
 
 
 def _common_base(adapters: Sequence[AdapterDir], near: Path | None) -> Source:
@@ -285,7 +309,7 @@ def merge(
         # a folder that is not ours may be the base that the adapter names: that is found once the adapter is open
         require_output(early, options, *listed, *(() if options.base is None else (options.base,)))
     inputs = merge_inputs(adapters, options.base, weights=options.weights, open_base=open_base)
-    for note in inputs.notes:
+    for note in (*inputs.notes, *filter(None, map(_better_than, inputs.adapters))):
         caller.note(note)
     out = Path(options.out) if options.out else inputs.default_output
     require_apart(out, options, *inputs.paths)

@@ -18,7 +18,7 @@ from lora_tool.formats import trainer_state
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.rules.engine.registry import Fault, rule
 from lora_tool.rules.engine.subjects import Matter, RunSubject, Subject, an_earlier_checkpoint
-from lora_tool.rules.training.saves import incomplete_reason
+from lora_tool.rules.training.complete import incomplete_reason
 
 _NO_GRADIENT = 1e-6
 """Norms of real gradients are above 0.001; DPO on pairs that do not differ gave 6e-8."""

@@ -20,9 +20,12 @@ from lora_tool.checkpoints import (
     Checkpoint,
     ModelDir,
     ShardedDir,
+    adapters_below,
+    is_frozen,
     open_checkpoint,
     open_sharded,
 )
+from lora_tool.checkpoints.registry import is_save
 from lora_tool.checkpoints.sources import Wanted, located
 from lora_tool.core.errors import CheckpointError, CorruptFile, LoraToolError, NotACheckpoint, WrongValue
 from lora_tool.core.version import __version__
@@ -68,7 +71,8 @@ def sweep_of(job: Job) -> Sweep:
 def _folders(root: Path, out: Path) -> Iterator[Path]:
     listed = [
         folder
-        for folder in checkpoints_under(root, signs=(adapter_config.FILE_NAME,), links=True)
+        for found in checkpoints_under(root, signs=(adapter_config.FILE_NAME,), links=True)
+        for folder in (adapters_below(found) if is_save(found) else ()) or (found,)
         if not _lies_in(folder, out)
     ]
     seen = {os.path.realpath(folder) for folder in listed if not folder.is_symlink()}
@@ -89,6 +93,8 @@ class _Looked(Struct, frozen=True, kw_only=True):
     """What a sweep asks of a folder; of one that cannot be opened nothing, since its job will say so."""
 
     needs_no_merge: bool = False
+    frozen: bool = False
+    """An adapter that is the same in every save of its run: the reference of another."""
     consolidated_from: Path | None = None
     """The checkpoint beside an adapter that `consolidate` wrote, by its manifest."""
     may_consolidate: bool = False
@@ -103,6 +109,7 @@ def _look(folder: Path) -> _Looked:
         return _Looked()
     return _Looked(
         needs_no_merge=isinstance(opened, ModelDir) and opened.kind is not TRAINED_MODEL,
+        frozen=isinstance(opened, AdapterDir) and is_frozen(opened),
         consolidated_from=_consolidated_from(folder) if isinstance(opened, AdapterDir) else None,
         may_consolidate=isinstance(opened, ShardedDir) or has_rank_files(opened),
         bare=isinstance(opened, AdapterDir) and not opened.tensors and bool(opened.folder.checkpoints),
@@ -137,6 +144,8 @@ def _left_out(looked: Mapping[Path, _Looked]) -> Iterator[tuple[Path, str]]:
         source = one.consolidated_from
         if one.needs_no_merge:
             yield folder, "a model that needs no merge"
+        elif one.frozen:
+            yield folder, "an adapter that its run did not train"
         elif source is not None and source in looked and looked[source].may_consolidate:
             yield folder, f"the adapter that lora-tool consolidated from {source.name}, which is checked itself"
 

@@ -14,12 +14,13 @@ from lora_tool.checkpoints import (
     AdapterDir,
     Checkpoint,
     ModelDir,
+    NamedAdapters,
     RunDir,
     ShardedDir,
     open_checkpoint,
     open_sharded,
 )
-from lora_tool.checkpoints.sources import Wanted, located, may_hold, opened_model, unfetched
+from lora_tool.checkpoints.sources import Wanted, located, may_hold, opened_model, several_adapters, unfetched
 from lora_tool.core.display import as_options, counted, size
 from lora_tool.core.errors import (
     FindingsFound,
@@ -39,6 +40,7 @@ from lora_tool.plans.consolidate.plan_consolidate import StateOptions, plan_cons
 from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.adapter.lt3_head import head_weight
 from lora_tool.rules.consolidating import is_about_rank_files
+from lora_tool.rules.training.saves import better_checkpoint
 from lora_tool.verification.validating import validate
 from lora_tool.workflows.caller import Caller
 from lora_tool.workflows.ci.jobs import StageCache, has_rank_files, key_of
@@ -98,6 +100,10 @@ class Stages:
             summary = f"run folder {job.checkpoint}: taking {self._root.name} ({why})"
         elif opened.folder.checkpoints:
             summary += _better_than(opened, self._judged(opened, checkpoints=True).runs[0])
+        if isinstance(opened, NamedAdapters):
+            if len(opened.adapters) > 1:
+                raise several_adapters(self._root, opened.adapters, "ci")
+            self._root, opened = opened.adapters[0].root, opened.adapters[0]
         if not isinstance(opened, ModelDir):
             ours = job.options.overwrite or bool(self._cache)
             check_output(job.output, overwrite=ours, inputs=(self._root,))  # before hours of reading
@@ -370,16 +376,8 @@ def _ranking_of(found: Verification) -> str:
 
 def _better_than(finished: Checkpoint, run: Run) -> str:
     """Return that a checkpoint of the run is better than its `finished` weights, which are taken; "" where none is."""
-    if run.metric is None or run.best in (None, run.path):
-        return ""
-    best = Path(str(run.best))
-    if _weights_of(finished) == _weights_of(open_checkpoint(best)):  # the Trainer's load_best_model_at_end
+    best = better_checkpoint(finished, run)
+    if best is None:
         return ""
     command = f"lora-tool ci {shlex.quote(str(best))}"
     return f": taking its finished weights; the best is {best.name} ({run.why_best}): {command}"
-
-
-def _weights_of(checkpoint: Checkpoint) -> str | None:
-    from lora_tool.formats.manifest import fingerprint  # slow to import, and for runs with finished weights only
-
-    return fingerprint(checkpoint.weights) if isinstance(checkpoint, AdapterDir | ModelDir) else None

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from lora_tool.adapters.view import view_of
-from lora_tool.checkpoints import AdapterDir, Checkpoint, Folder, ModelDir, RunDir, ShardedDir, open_checkpoint
+from lora_tool.checkpoints import (
+    AdapterDir,
+    Checkpoint,
+    Folder,
+    ModelDir,
+    NamedAdapters,
+    RunDir,
+    ShardedDir,
+    open_checkpoint,
+    trained_among,
+)
 from lora_tool.checkpoints.quantised import as_matrices
 from lora_tool.core.errors import CheckpointError
 from lora_tool.core.keys import Part
@@ -55,6 +65,10 @@ def inspect_checkpoint(checkpoint: Checkpoint, *, norms: bool | None = None, spe
             return _sharded(checkpoint)
         case RunDir():
             return _run(checkpoint)
+        case NamedAdapters():
+            return RunInspection(
+                **_common(checkpoint), latest=_adapter(trained_among(checkpoint)[0], norms=False, spectra=False)
+            )
 
 
 def _common(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -100,6 +114,8 @@ def _latest(run: RunDir) -> Inspection | None:
             opened = open_checkpoint(run.root / name)
         except CheckpointError:
             continue
+        if isinstance(opened, NamedAdapters):
+            opened = trained_among(opened)[0]
         if not isinstance(opened, RunDir):
             return inspect_checkpoint(opened, norms=False)
     return None
