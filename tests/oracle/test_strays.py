@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lora_tool import plan_merge, verify
 from lora_tool.checkpoints import AdapterDir, open_checkpoint, open_model
 from lora_tool.core.errors import FindingsFound, UnsupportedAdapter
 from lora_tool.core.tensors import TensorAction
+from lora_tool.execution.engine import execute
 from lora_tool.plans.merge.model import reading
 from tests.judging import judge, lines
 from tests.oracle.peft_merge import (
@@ -21,7 +23,9 @@ from tests.oracle.peft_merge import (
     layout,
     load_model,
     merge_with_ours,
+    merged_by_peft,
     require_pefts,
+    require_tensors,
     save_adapter,
     save_base,
     saved_tensors,
@@ -150,16 +154,46 @@ def test_layers_that_predict_further_tokens_stay_while_the_config_counts_them(na
     assert "LT319" not in "".join(lines(judge(tmp_path / "1")))
 
 
-def test_old_buffers_are_known_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = save_base(tmp_path / "base", "llama", "causal-lm", torch.bfloat16)
-    adapter = open_checkpoint(save_adapter(tmp_path / "adapter", base, "causal-lm", LORA))
-    rewrite(base, rotary)
+def published(table: Table) -> None:
+    """As the first GPT-2 is: the base model's names and its masks."""
+    masks(table)
+    for name in list(table):
+        table[name.removeprefix("transformer.")] = table.pop(name)
+
+
+def as_many_rows_as_tokens(table: Table) -> None:
+    rotary(table)
+    assert table["model.layers.0.mlp.up_proj.weight"].shape[0] == len(table["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "sizes"),
+    [
+        ("llama", rotary, {}),
+        ("llama", as_many_rows_as_tokens, {"intermediate_size": 96, "tie_word_embeddings": True}),
+        ("gpt2", published, {}),
+    ],
+)
+def test_a_plain_base_is_known_without_transformers(
+    model_type: str, change: Change, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = save_base(tmp_path / "base", model_type, "causal-lm", torch.bfloat16, **sizes)
+    lora = LORA | ({"fan_in_fan_out": True} if model_type == "gpt2" else {})
+    adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
+    own = saved_tensors(base)
+    rewrite(base, change)
+    theirs = saved_tensors(merged_by_peft(load_model(base, "causal-lm"), adapter, tmp_path / "theirs"))
     monkeypatch.setattr(reading, "find_spec", lambda _: None)
-    assert isinstance(adapter, AdapterDir)
-    made = plan_merge(open_model(base), adapter)
-    assert not [step for step in made.steps if "inv_freq" in step.out.name]
-    assert len([item for item in made.leftovers if item.action is TensorAction.DROPPED]) == 2
-    assert any("inv_freq and 1 other: a buffer that transformers computes" in note for note in made.notes)
+    opened = open_checkpoint(adapter)
+    assert isinstance(opened, AdapterDir)
+    made = plan_merge(open_model(base), opened, precision="peft")
+    assert len([item for item in made.leftovers if item.action is TensorAction.DROPPED]) == len(
+        saved_tensors(base)
+    ) - len(own)
+    assert any(
+        "left out of the base: " in note and "a buffer that transformers computes" in note for note in made.notes
+    )
+    require_tensors(saved_tensors(execute(made, tmp_path / "ours")), theirs)
 
 
 def test_a_head_of_another_class_is_left_out(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from lora_tool.core.keys import split_layer
 from lora_tool.core.tensors import StoredTensor, TensorTable
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.formats.stored import same_values
@@ -139,13 +140,16 @@ def output_name(arch: Architecture) -> str | None:
 
 
 def embeddings(base: StoredModel, arch: Architecture) -> list[StoredTensor]:
-    """Return the base's matrices with a row per token, the output layer aside."""
+    """Return the base's matrices with a row per token, the output layer aside, and those of layers if there are others:
+    a layer may have as many rows by chance.
+    """
     vocab_size = base.config.vocab_size if base.config else None
-    return [
+    found = [
         tensor
         for tensor in base.tensors.values()
         if len(tensor.shape) == MATRIX and tensor.shape[0] == vocab_size and tensor.name not in arch.causal_only
     ]
+    return [tensor for tensor in found if split_layer(tensor.name)[0] is None] or found
 
 
 def end_names(base: StoredModel, arch: Architecture) -> frozenset[str]:

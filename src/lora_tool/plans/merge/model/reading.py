@@ -25,6 +25,7 @@ from lora_tool.core.progress import decided
 from lora_tool.core.tensors import DType, StoredTensor, TensorAction
 from lora_tool.models import Architecture, architecture_of, is_computed
 from lora_tool.models.ends import embeddings, output_name, stored_twice
+from lora_tool.models.model_tensors import prefixes_of
 from lora_tool.plans.base.known_names import KNOWN_NAMES
 from lora_tool.plans.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
 from lora_tool.plans.core.steps import InputRecord
@@ -50,14 +51,15 @@ def read_model(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task, *, 
     transformers, which is not installed.
     """
     task = other_task(wanted, adapters, base)
-    row = plain_row(base, adapters, wanted) if task is None else None
+    named = _with_prefix(base)
+    row = plain_row(named, adapters, wanted) if task is None else None
     if row is not None:
-        task = decide_task(wanted, adapters, base, row.head)
-        if _is_certain(base, adapters, row, task, exact=exact):
+        task = decide_task(wanted, adapters, named, row.head)
+        if _is_certain(named, adapters, row, task, exact=exact):
             decided(
                 f"names: those of {row.model_type} are the same on disk and in memory, so transformers is not needed"
             )
-            return as_stored(base, adapters, row, task)
+            return as_stored(named, adapters, row, task)
     from lora_tool.plans.merge.model.converted import class_row, converted
 
     mixture = _known_mixture(base, adapters, wanted) if task is None else None
@@ -78,9 +80,27 @@ def read_model(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task, *, 
         if row is None or task is None:
             raise
         decided(f"names: as they are on disk, because transformers cannot build this {row.model_type} ({why})")
-        return as_stored(base, adapters, row, task)  # transformers has nothing to say of a class that it cannot build
+        return as_stored(named, adapters, row, task)  # transformers has nothing to say of a class that it cannot build
     decided(f"names: transformers says where the parameters of {found.mapping.facts.class_name} are on disk")
-    return converted(base, adapters, found.mapping, found.arch, found.task, same_names=row is not None)
+    return converted(
+        base, adapters, found.mapping, found.arch, found.task, same_names=row is not None and named is base
+    )
+
+
+def _with_prefix(base: ModelDir) -> ModelDir:
+    """Return the base with the names that its class with a head gives it, where it is stored as the base model alone, as
+    the published GPT-2 is: transformers writes those names.
+    """
+    config = base.whole_config
+    row = architecture_of(config.model_type or "")
+    prefix = prefixes_of(row.model_type).get(row.causal_lm or "", "") if row is not None else ""
+    if row is None or not prefix or any(name.startswith(f"{prefix}.") for name in base.tensors):
+        return base
+    tensors = {}
+    for name, tensor in base.tensors.items():
+        new = name if name in row.causal_only or is_computed(name) else f"{prefix}.{name}"
+        tensors[new] = replace(tensor, spec=replace(tensor.spec, name=new))
+    return replace(base, weights=replace(base.weights, tensors=tensors))
 
 
 def plain_row(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task) -> Architecture | None:
