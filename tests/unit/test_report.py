@@ -125,7 +125,7 @@ def test_json_is_complete_and_stable() -> None:
     assert table.pop("tool_version")
     assert table == {
         "schema_version": 1,
-        "subjects": [{"path": "a", "kind": "adapter", "rules": ["LT206"]}],
+        "subjects": [{"path": "a", "kind": "adapter", "rules": ["LT206"], "formats": []}],
         "findings": [
             {
                 "code": "LT206",

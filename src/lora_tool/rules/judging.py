@@ -226,7 +226,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
                     skipped.append(Skipped(code=rule.code, path=path, reason=each.reason))
                 else:
                     findings.append(each)
-        checked = Checked(path=path, kind=subject.kind, rules=tuple(ran))
+        checked = Checked(path=path, kind=subject.kind, rules=tuple(ran), formats=subject.formats)
         return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
 
     def _concerns(self, rule: Rule, subject: Subject) -> bool:

@@ -75,6 +75,8 @@ class Checked(Struct, frozen=True, kw_only=True):
     path: str
     kind: str
     rules: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
+    """What its quantised weights are stored as."""
 
 
 class Unread(Struct, frozen=True, kw_only=True):

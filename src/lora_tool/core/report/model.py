@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.core.display import counted, shortened, some
 from lora_tool.core.errors import FindingsFound
@@ -87,7 +88,7 @@ class Report(Shown, Struct, frozen=True, kw_only=True):
         return {
             "schema_version": SCHEMA_VERSION,
             "tool_version": __version__,
-            "subjects": [record(subject, "path", "kind", "rules") for subject in self.subjects],
+            "subjects": [record(subject, "path", "kind", "rules", "formats") for subject in self.subjects],
             "findings": [finding_json(finding) for finding in self.findings],
             "skipped": [record(skipped, "code", "path", "reason") for skipped in self.skipped],
             "ignored": [record(ignored, "code", "reason") for ignored in self.ignored],
@@ -112,14 +113,19 @@ class Report(Shown, Struct, frozen=True, kw_only=True):
     def summary(self) -> str:
         """Return one line: what was looked at and how many findings there are."""
         kinds = [subject.kind for subject in self.subjects]
-        looked_at = ", ".join(counted(kinds.count(kind), kind) for kind in dict.fromkeys(kinds)) or "nothing"
+        looked_at = []
+        for kind in dict.fromkeys(kinds):
+            formats = dict.fromkeys(
+                each for subject in self.subjects if subject.kind == kind for each in subject.formats
+            )
+            looked_at.append(counted(kinds.count(kind), kind) + (f" ({', '.join(formats)})" if formats else ""))
         found = [
             counted(self.count(severity), name)
             for severity, name in ((Severity.ERROR, "error"), (Severity.WARNING, "warning"), (Severity.INFO, "note"))
             if self.count(severity)
         ]
         skipped = [f"{counted(len(self.skipped), 'rule')} skipped"] if self.skipped else []
-        return f"checked {looked_at}: {', '.join((found or ['no findings']) + skipped)}"
+        return f"checked {', '.join(looked_at) or 'nothing'}: {', '.join((found or ['no findings']) + skipped)}"
 
     def counts(self) -> str:
         """Return how many errors and warnings there are, and their codes."""
@@ -179,7 +185,7 @@ def by_subject(report: Report) -> tuple[tuple[Checked, tuple[Finding, ...]], ...
     for checked in report.subjects:
         earlier = kept.get(checked.path)
         rules = checked.rules if earlier is None else tuple(sorted({*earlier.rules, *checked.rules}))
-        kept[checked.path] = Checked(path=checked.path, kind=(earlier or checked).kind, rules=rules)
+        kept[checked.path] = replace(earlier or checked, rules=rules)
     return tuple((checked, tuple(found[path])) for path, checked in kept.items())
 
 

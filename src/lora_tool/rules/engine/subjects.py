@@ -76,6 +76,11 @@ class Subject(Struct, frozen=True, kw_only=True, eq=False):
         return str(self.checkpoint.kind)
 
     @property
+    def formats(self) -> tuple[str, ...]:
+        """What quantised weights of the folder are stored as, in the words of reports."""
+        return ()
+
+    @property
     def home(self) -> str:
         """The path of a finding that names none: the weights file of an adapter, else the folder."""
         return str(self.checkpoint.root)
@@ -162,6 +167,15 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
         from lora_tool.checkpoints.quantised import as_matrices  # only models need it
 
         return as_matrices(self.checkpoint)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """See `Subject`; the config's word where lora-tool does not read the format."""
+        from lora_tool.formats.quantised.encodings import encoding_of
+
+        found = dict.fromkeys(str(each) for each in map(encoding_of, self.matrices.values()) if each is not None)
+        config = self.checkpoint.config
+        return tuple(found) or ((config.quantization,) if config is not None and config.quantization else ())
 
     @property
     def matrices(self) -> TensorTable:
