@@ -66,7 +66,7 @@ def test_a_changed_factor_is_found(call: Caller, tmp_path: Path) -> None:
         (("combine", ADAPTER, "-o", "out", "--head-of", "nobody"), 2, "not one of the adapters"),
         (("combine", ADAPTER, REWARD, "-o", "out"), 1, "LT512"),
         (("combine", ADAPTER, "nothing-here=0.5", "-o", "out"), 3, "nothing-here"),
-        (("combine", ADAPTER, "-o", ADAPTER), 6, "or contains it"),
+        (("combine", ADAPTER, "-o", ADAPTER), 6, "is the input itself"),
         (("combine", "fixtures/causal-llama/base", "-o", "out"), 3, "expected an adapter"),
         (("resize", ADAPTER, "-o", "out"), 2, "either --rank R or --keep SHARE"),
         (("prepare", ADAPTER, "-o", "out"), 2, "--for"),

@@ -46,6 +46,7 @@ def test_a_good_merge_is_proven(call: Caller, merged: Path) -> None:
         "  14 merged are W + ΔW, max error 0.500 ulp; cosine of W' - W with ΔW at least 0.9998",
         "  1 added have the values of their source",
         "checked 1 merged model: no findings",
+        f"next: lora-tool push {merged} OWNER/NAME",
     ]
     assert call("verify", merged, "-q").out == ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from lora_tool.plans.merge.options import MergeOptions
 from lora_tool.rules.engine.registry import RULES
 from lora_tool.workflows.ci.model import CiOptions, Job, Outcome, Status
 from lora_tool.workflows.verify import PairOptions, read_given_pairs
+from lora_tool.workflows.written import loading
 
 
 @click.command(
@@ -112,7 +114,7 @@ def command(ctx: click.Context, /, **_: Any) -> int:
         click.echo(json.dumps(outcome_json(outcome, report), indent=2, allow_nan=False))
     else:
         failed = [stage_line(stage) for stage in outcome.stages if quiet and stage.status is Status.FAILED]
-        say("\n".join([*failed, *_summary(outcome, report)]))
+        say("\n".join([*failed, *_summary(outcome, report, job)]))
     return code_of(outcome)
 
 
@@ -151,9 +153,15 @@ def _rendered(outcome: Outcome, report: Report, form: Form, job: Job) -> str:
     return report_text(report, form, job.fail_on)
 
 
-def _summary(outcome: Outcome, report: Report) -> list[str]:
+def _summary(outcome: Outcome, report: Report, job: Job) -> list[str]:
     hint = None if outcome.error is None else outcome.error.hint
     lines = report_lines(report, (warning for stage in outcome.stages for warning in stage.warnings), hint)
     if outcome.output is not None:
-        return [*lines, f"passed: {printable(str(outcome.output))}"]
+        out, repo = str(outcome.output), job.options.push
+        after = (
+            f"lora-tool push {printable(shlex.quote(out))} OWNER/NAME"
+            if repo is None
+            else loading(repo, outcome.output)
+        )
+        return [*lines, f"passed: {printable(out)}", *([f"next: {after}"] if after else ())]
     return [*lines, "would pass: nothing was written" if outcome.passed else "failed"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -82,6 +83,9 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], *, reward: bool, quie
     folders = validated.folders
     report = replace(joined(each.report for each in folders), ignored=rules.ignored)
     _show(report, reporting, validated.fixes, quiet=quiet)
+    if len(folders) == 1 and reporting.form is Form.TEXT and not (quiet or options.servers or options.adapters):
+        typed_too = [*(["--rm"] if reward else ()), *(["--base", typed["base"]] if typed["base"] else ())]
+        _show_next(report, paths[0], typed_too)
     errors = [each.error for each in folders if each.error is not None]
     for error in errors:
         show_error(error)
@@ -123,6 +127,18 @@ def _show(report: Report, reporting: Reporting, fixes: Fixes | None, *, quiet: b
     if fixes is not None and not fixes.kept and reporting.form is not Form.JSON and not nothing:
         click.echo(f"\n{shown}", err=not text)
     reporting.write_files(lambda form: report_text(report, form, reporting.least))
+
+
+def _show_next(report: Report, path: str, typed: Sequence[str]) -> None:
+    """Print what is typed next with a folder that has no error, with what was `typed` of its merge."""
+    lacks_base = any("use --base" in each.reason for each in report.skipped)
+    if report.at_least(Severity.ERROR) or not report.subjects or lacks_base:
+        return
+    best = next((run.best for run in report.runs), None)
+    command = "merge" if best else report.subjects[0].command
+    if command in ("merge", "consolidate", "verify"):
+        words = [command, *(typed if command == "merge" else ()), best or path]
+        click.echo(f"next: lora-tool {printable(shlex.join(words))}")
 
 
 def _row(one: ValidatedOne, reporting: Reporting) -> Iterator[str]:

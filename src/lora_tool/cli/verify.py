@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from lora_tool.cli.options import (
 )
 from lora_tool.cli.reporting import Reporting, report_files, report_text
 from lora_tool.cli.terminal import progress_bar, say, wants_colour
+from lora_tool.core.display import printable
 from lora_tool.core.options import Section
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
@@ -85,6 +87,8 @@ def command(
     if verification.report.findings or not quiet:
         shown = _text(verification, form, reporting.least, tensors=tensors, color=wants_colour())
         (say if form is Form.TEXT else click.echo)(shown)
+        if form is Form.TEXT and not verification.report.at_least(Severity.WARNING):
+            click.echo(f"next: lora-tool push {printable(shlex.quote(folder))} OWNER/NAME")
     if plot is not None and verification.pairs is not None:
         from lora_tool.workflows.drawing import drawer
 

@@ -34,8 +34,9 @@ def check_output(out: Path, *, overwrite: bool, inputs: tuple[Path, ...] = ()) -
     for source in inputs:
         for above in _with_parents(source):
             if _same_folder(above, out):
-                hint = "give another folder: `out=OUT`"
-                raise OutputExists(f"{out} is the input {source}, or contains it", hint=hint)
+                named = f"the input {source}" if source != out else "the input itself"
+                what = f"is {named}" if _same_folder(source, out) else f"contains {named}"
+                raise OutputExists(f"{out} {what}", hint="give another folder: `out=OUT`")
     if _same_folder(Path(), out):
         raise OutputExists(
             f"{out} is the working directory, which a new folder cannot replace", hint="give a folder in it: `out=NAME`"

@@ -14,9 +14,10 @@ from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, open_sharded
 from lora_tool.checkpoints.registry import holds_rank_files
 from lora_tool.core.display import size
 from lora_tool.core.errors import CheckpointError, IncompatibleBase, NotACheckpoint, Problem, UnsupportedCheckpoint
-from lora_tool.core.progress import Progress, Watch
+from lora_tool.core.progress import Progress, Watch, decided
 from lora_tool.core.report import Checked, Finding, Report, Severity, Skipped
 from lora_tool.core.report.model import joined
+from lora_tool.core.report.text import by_reason, spans
 from lora_tool.formats import generation_config
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registers its rules
@@ -85,6 +86,12 @@ def broken_files(checkpoint: Checkpoint, problems: tuple[Problem, ...]) -> Repor
     found = Judge(rules=chosen(_OF_FILES)).folder(Subject(checkpoint=replace(checkpoint, problems=problems)))
     paths = {problem.path for problem in problems}
     return replace(found, findings=tuple(finding for finding in found.findings if finding.path in paths))
+
+
+def _say_all(skipped: Sequence[Skipped]) -> None:
+    """Say which rules could not run, which a report only counts where they are many."""
+    for codes, paths, why in by_reason(skipped):
+        decided(f"skipped {spans(codes)} on {paths[0]}: {why}")
 
 
 class Judge(Struct, frozen=True, kw_only=True, eq=False):
@@ -226,7 +233,14 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
                     skipped.append(Skipped(code=rule.code, path=path, reason=each.reason))
                 else:
                     findings.append(each)
-        checked = Checked(path=path, kind=subject.kind, rules=tuple(ran), formats=subject.formats)
+        _say_all(skipped)
+        checked = Checked(
+            path=path,
+            kind=subject.kind,
+            command=subject.checkpoint.kind.command,
+            rules=tuple(ran),
+            formats=subject.formats,
+        )
         return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
 
     def _concerns(self, rule: Rule, subject: Subject) -> bool:

@@ -162,14 +162,15 @@ def _output_lines(found: OutputEvidence) -> Iterator[str]:
     how = "a layer at a time" if found.streamed else "each model loaded whole"
     yield f"{found.what} in float32 on {printable(found.inputs)}, {how}:"
     yield (
-        f"  differ by {found.largest:.3g} at most, {found.mean:.3g} on average; rounding alone gives "
-        f"{found.explained_largest:.3g} and {found.explained_mean:.3g}, "
-        f"{'which explains it' if found.explained else 'which does NOT explain it'}"
+        f"  differ by {found.largest:.3g} at most, {found.mean:.3g} on average: "
+        f"{'within' if found.explained else 'BEYOND'} the limits {found.allowed_largest:.3g} and "
+        f"{found.allowed_mean:.3g}, for which rounding alone gives {found.explained_largest:.3g} and "
+        f"{found.explained_mean:.3g}"
     )
     agreement = _figures(
         {
             "KL divergence": found.divergence,
-            "of which rounding gives": found.explained_divergence,
+            "rounding alone gives": found.explained_divergence,
             "same first choice": found.same_choice,
             "rank agreement (Kendall)": found.rank_agreement,
         }

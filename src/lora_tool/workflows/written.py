@@ -13,8 +13,8 @@ from msgspec import Struct
 from lora_tool.core.display import counted, printable, size
 from lora_tool.core.records import Shown
 from lora_tool.core.report.json import finding_json
-from lora_tool.core.tensors import TensorAction
 from lora_tool.formats import adapter_config, model_config
+from lora_tool.formats.files import is_file
 from lora_tool.plans.core import delta_retention
 from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.serving.together import TOWERS, is_outside
@@ -84,13 +84,10 @@ class Written(Shown, Struct, frozen=True, kw_only=True):
         by_file = {file.filename: file for file in self.plan.side_files}
         if adapter_config.FILE_NAME in by_file:
             return f"lora-tool merge {shlex.quote(str(self.path))}"
-        config = by_file.get(model_config.FILE_NAME)
-        classes = json.loads(config.content).get("architectures") if config and config.content else None
-        if not classes:
-            return None
-        ending = next((each for each in _AUTO_CLASSES if str(classes[0]).endswith(each)), None)
-        loader = f"AutoModel{ending}" if ending else printable(str(classes[0]))
-        return f"{loader}.from_pretrained({json.dumps(str(self.path), ensure_ascii=False)})"
+        is_merge = self.plan.manifest.get("operation") == "merge"
+        return loading(str(self.path), self.path) or (
+            f"lora-tool verify {shlex.quote(str(self.path))}" if is_merge else None
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON data."""
@@ -116,17 +113,29 @@ def intent(plan: Plan) -> Iterator[str]:
     yield from map(printable, plan.notes)
     for file in plan.side_files:
         yield f"  {printable(file.filename)}: {printable(file.reason)}"
-    counts = plan.counts()
-    used = counts.pop(TensorAction.CONSUMED.value, 0)
-    actions = ", ".join(f"{count:,} {action}" for action, count in counts.items())
-    whose = f"; all {used:,} tensors of the adapter used" if used else ""
-    yield f"tensors: {actions}{whose} (precision {plan.precision})"
+    yield f"tensors: {plan.tally()} (precision {plan.precision})"
+
+
+def loading(name: str, folder: Path) -> str | None:
+    """Return the Python that loads the model `name` by the class in its `folder`; None where no config names one."""
+    config = folder / model_config.FILE_NAME
+    classes = model_config.read_model_config(config).architectures if is_file(config) else ()
+    if not classes:
+        return None
+    ending = next((each for each in _AUTO_CLASSES if classes[0].endswith(each)), None)
+    loader = f"AutoModel{ending}" if ending else printable(classes[0])
+    return f"{loader}.from_pretrained({json.dumps(name, ensure_ascii=False)})"
 
 
 def farthest(summary: Mapping[str, Any]) -> str:
-    """Return how far the values are from those computed again, as a verification's `summary` says; "" without any."""
+    """Return how far the values are from those computed again, as a verification's `summary` says; "" without any.
+
+    More than an ulp is not what a reader expects, so it says by what such values are right.
+    """
     ulps = summary["largest_ulps"]
-    return "" if ulps is None else f", max error {ulps:.2f} ulp"
+    right = summary["right"] + len(summary["not_recomputed"]) == summary["tensors"]
+    bound = ", within the bound of the arithmetic" if right and (ulps or 0) > 1 else ""
+    return "" if ulps is None else f", max error {ulps:.2f} ulp{bound}"
 
 
 class Planned(Struct, frozen=True, kw_only=True):

@@ -74,6 +74,8 @@ class Checked(Struct, frozen=True, kw_only=True):
 
     path: str
     kind: str
+    command: str = ""
+    """The one that takes such a folder."""
     rules: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
     """What its quantised weights are stored as."""

@@ -14,7 +14,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 SHOWN = 3
-"""How many findings of one rule in one file are spelled out before the rest is counted."""
+"""How many findings of one rule in one file, and how many skipped rules, are spelled out."""
 
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.INFO: "blue"}
 _SEVERITY_WIDTH = max(len(severity.value) for severity in Severity)
@@ -99,7 +99,8 @@ def skipped_lines(skipped: Sequence[Skipped]) -> Iterator[str]:
     """Yield a line for each reason why rules could not run."""
     for codes, paths, reason in by_reason(skipped):
         where = printable(paths[0]) if len(paths) == 1 else f"{len(paths)} folders, {printable(paths[0])} the first"
-        yield f"skipped {spans(codes)} on {where}: {printable(reason)}"
+        what, listed = (spans(codes), "") if len(codes) <= SHOWN else (f"{len(codes)} rules", " (--verbose lists them)")
+        yield f"skipped {what} on {where}: {printable(reason)}{listed}"
 
 
 def spans(codes: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -111,14 +112,22 @@ class Plan(Shown, Struct, frozen=True, kw_only=True):
             counts[item.action.value] += 1
         return dict(counts)
 
+    def tally(self) -> str:
+        """Return in words how many output tensors each action has, and how many tensors of adapters are used."""
+        counts = self.counts()
+        base = os.path.realpath(self.manifest.get("inputs", {}).get("base", {}).get("path") or os.devnull)
+        consumed = Counter(item.path for item in self.leftovers if item.action is TensorAction.CONSUMED)
+        used = sum(count for path, count in consumed.items() if os.path.realpath(path.parent) != base)
+        actions = ", ".join(f"{count:,} {what}" for what, count in counts.items() if what != TensorAction.CONSUMED)
+        return f"{actions}; all {used:,} tensors of the adapter used" if used else actions
+
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
         """Yield notes, the number of tensors for each action, files, and one step of each sort."""
-        counts = self.counts()
         yield from map(printable, self.notes)
-        yield "tensors: " + ", ".join(f"{count} {action}" for action, count in counts.items())
+        yield f"tensors: {self.tally()}"
         yield f"output: {size(self.data_bytes)} in {counted(len(self.shards), 'weight file')}"
         for shard in self.shards[:_SHOWN]:
             yield f"  {shard.filename}  {counted(len(shard.steps), 'tensor')}, {size(shard.data_bytes)}"
@@ -130,7 +139,7 @@ class Plan(Shown, Struct, frozen=True, kw_only=True):
         sorts: dict[tuple[str, str], list[Step]] = {}
         for step in self.steps:
             sorts.setdefault((step.action.value, step.reason.partition(" from ")[0]), []).append(step)
-        width = max(9, *map(len, counts), 0)
+        width = max(9, *map(len, self.counts()))
         for step, *others in list(sorts.values())[: 2 * _SHOWN]:
             name, reason = printable(step.out.name), printable(step.reason)
             yield f"  {step.action.value:<{width}} {name}  {reason}  (×{1 + len(others)})"
@@ -139,8 +148,7 @@ class Plan(Shown, Struct, frozen=True, kw_only=True):
             yield f"  {'dropped':<{width}} {printable(item.name)}  {printable(item.reason)}"
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{count} {action}" for action, count in self.counts().items())
-        return f"Plan({counts}: {size(self.data_bytes)} in {counted(len(self.shards), 'weight file')})"
+        return f"Plan({self.tally()}: {size(self.data_bytes)} in {counted(len(self.shards), 'weight file')})"
 
     def to_json(self) -> dict[str, Any]:
         """Return the whole plan as JSON data: every step, side file and leftover with its reason."""

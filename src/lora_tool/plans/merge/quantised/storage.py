@@ -223,8 +223,8 @@ class _QuantisedBase(Struct, frozen=True, kw_only=True, dict=True):
             fused = (
                 f", {len(freed - touched)} of them fused with one that the adapter changes" if freed - touched else ""
             )
-            stay = counted(len(self.encodings) - len(freed), "other")
-            note = self._note(f"{self._what(freed)} dequantised{fused}; {stay} as in the base", found)
+            stay = f"; {counted(len(self.encodings) - len(freed), 'other')} as in the base" if some_stay else ""
+            note = self._note(f"{self._what(freed)} dequantised{fused}{stay}", found)
             if some_stay and any(EXPERTS.match(name) and self._is_packed(name) for name in freed):
                 warnings = (_NOT_IN_TRANSFORMERS,)
         return _Stored(storage=storage, steps=found, leftovers=left, config=config, note=note, warnings=warnings)
