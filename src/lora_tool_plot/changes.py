@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.core.keys import split_layer
 from lora_tool.workflows.inspection.comparison import Comparison, Difference
 from lora_tool_plot.grid import PanelGrid, laid_out, span
+
+_UNRELATED = 0.5
+"""1 − cosine from which the colours show all that there can be, and not what little turned."""
 
 
 class _Change(Struct, frozen=True):
@@ -66,4 +70,6 @@ def change_grids(comparison: Comparison) -> tuple[PanelGrid, ...]:
         sentence=f"‖{what}₂‖ / ‖{what}₁‖. Above 1 the second moved further than the first, below 1 less far.",
         flat=lambda least, most: f"About as long everywhere: ‖{what}₂‖ / ‖{what}₁‖ is {span(least, most)}.",
     )
-    return far, cosine, longer
+    if cosine.most > _UNRELATED:
+        cosine = replace(cosine, centre=1.0, limits=(0.0, 2.0))
+    return far, cosine, replace(longer, centre=1.0)

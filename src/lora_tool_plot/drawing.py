@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 
 from threadpoolctl import threadpool_limits
@@ -19,7 +19,8 @@ from lora_tool.workflows.inspection.spectra import Spectrum, spectra
 from lora_tool_plot.changes import change_grids
 from lora_tool_plot.grid import PanelGrid, grids
 from lora_tool_plot.page import page
-from lora_tool_plot.saving import save
+from lora_tool_plot.panels import spectra_panels
+from lora_tool_plot.saving import in_folder, save
 from lora_tool_plot.sheet import sheet
 from lora_tool_plot.theme import themed
 
@@ -33,8 +34,8 @@ def draw(
     """Write the pictures of an adapter, with its run's curves where it holds a `trainer_state.json`, and return `path`.
 
     Of a run folder the adapter is that of its latest checkpoint. A `path` that ends in ``.html`` becomes a page, in
-    ``.svg`` or ``.pdf`` lines and text, any other a PNG. It appears complete or not at all, and replaces a file of that
-    name. Raises `NotACheckpoint` where there is nothing to draw, `OSError` where weights cannot be read,
+    ``.svg`` or ``.pdf`` lines and text, in anything else a PNG; one that has no ending becomes a folder, with a PNG for
+    each figure. A file appears complete or not at all, and replaces one of that name. Raises `NotACheckpoint` where there is nothing to draw, `OSError` where weights cannot be read,
     `ExecutionError`.
     """
     with threadpool_limits(limits=1, user_api="blas"):  # factors are small: threads would only wait for each other
@@ -85,9 +86,24 @@ def _write(
 ) -> None:
     title = printable(title)
     footer = ". ".join(filter(None, (f"lora-tool {__version__}", explained)))
+    subtitle = " · ".join(printable(value) for name, value in facts if name in _IN_SUBTITLE and value)
     with themed():
         if path.suffix == ".html":
             replace_file(path, page(title, facts, maps, found, curves, footer=footer).encode())
+        elif path.suffix:
+            save(sheet(title, subtitle, maps, found, curves, footer=footer), path)
         else:
-            told = [value for name, value in facts if name in _IN_SUBTITLE and value]
-            save(sheet(title, " · ".join(map(printable, told)), maps, found, curves, footer=footer), path)
+            for name, *figure in _figures(maps, found, curves):
+                save(sheet(title, subtitle, *figure, footer=footer), in_folder(path, name))
+
+
+def _figures(
+    maps: Sequence[PanelGrid], found: Sequence[Spectrum], curves: Curves
+) -> Iterator[tuple[str, Sequence[PanelGrid], Sequence[Spectrum], Curves]]:
+    """Yield each figure by itself, with the name of its file."""
+    for grid in maps:
+        yield "-".join(word for word in grid.title.lower().split() if word.isascii()), (grid,), (), {}
+    if spectra_panels(found):
+        yield "singular-values", (), found, {}
+    if curves:
+        yield "training", (), (), curves

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Protocol, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.core.display import four_digits
 from lora_tool.workflows.inspection.spectra import Spectrum
@@ -20,6 +21,29 @@ _ROWS = 80
 """Most rows of a map."""
 _DECADES = 30.0
 """How far apart the ends of a scale may be before most of its cells would have the colour of its lower end."""
+
+
+_ROUND = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+_POWERS = (1.0, 2.0, 5.0, 10.0)
+_TIMES = (1.25, 2.0, 4.0, *(10.0**power for power in range(1, 31)))
+"""What a round number begins with, on a linear scale and on a logarithmic one; ratios that both ends are round of."""
+
+
+def rounded_up(value: float, begins: Sequence[float]) -> float:
+    """Return the least round number that is no less than `value`, one that `begins` so, times a power of ten; the value
+    itself where none is a float, 0 for what is not above 0.
+    """
+    if not 0 < value < math.inf:
+        return 0.0
+    power = 10.0 ** math.floor(math.log10(value))
+    found = power * next((each for each in begins if value <= each * power * (1 + 1e-9)), begins[-1])
+    return found if 0 < found < math.inf else value
+
+
+def rounded_down(value: float, begins: Sequence[float]) -> float:
+    """Return the largest round number that is no more than `value`, which is above 0, in the same way."""
+    power = 10.0 ** math.floor(math.log10(value))
+    return power * max((each for each in begins if each * power * (1 - 1e-9) <= value), default=begins[0]) or value
 
 
 class PanelGrid(Struct, frozen=True, kw_only=True, dict=True):
@@ -37,37 +61,76 @@ class PanelGrid(Struct, frozen=True, kw_only=True, dict=True):
     cells: tuple[tuple[float | None, ...], ...]
     crowded: bool = False
     """Whether a cell stands for several modules, experts of one layer, and has the largest of their numbers."""
+    centre: float | None = None
+    """The number that means no difference, which has the pale middle of a scale of two colours."""
+    limits: tuple[float, float] | None = None
+    """The least and largest number that there can be, where both are known: the ends of the colour scale."""
 
     @cached_property
     def least(self) -> float:
-        """Return the lower end of the colour scale: the least of all finite numbers."""
+        """The least of all finite numbers."""
         return min(finite(self.cells), default=0.0)
 
     @cached_property
     def most(self) -> float:
-        """Return the upper end of the colour scale."""
+        """The largest of all finite numbers."""
         return max(finite(self.cells), default=0.0)
+
+    @cached_property
+    def ends(self) -> tuple[float, float]:
+        """The round numbers at the ends of the colour scale.
+
+        A scale begins at 0, or is logarithmic, so that numbers that are nearly alike have nearly one colour; around a
+        centre it reaches as many times below as above.
+        """
+        if self.limits is not None:
+            return self.limits
+        if self.centre is not None:
+            times = max(self.most / self.centre, self.centre / self.least if self.least > 0 else math.inf)
+            factor = next((step for step in _TIMES if times <= step), _TIMES[-1])
+            return self.centre / factor, self.centre * factor
+        if self.logarithmic:
+            return rounded_down(self.least, _POWERS), rounded_up(self.most, _POWERS)
+        return 0.0, rounded_up(self.most, _ROUND)
 
     @property
     def said(self) -> str:
         """The sentence that stands above the picture, or in its place."""
         several = " Each cell shows the largest value of its layer's experts." if self.crowded else ""
-        return self.flat or self.sentence + several + (" The colours are logarithmic." if self.logarithmic else "")
+        return self.flat or self.sentence + several + (
+            " The colours are logarithmic." if self.logarithmic and self.centre is None else ""
+        )
 
     @property
     def logarithmic(self) -> bool:
         """Whether equal steps of colour are equal ratios."""
-        return self.least > 0 and self.most / self.least > _DECADES
+        if self.limits is not None:
+            return False
+        return self.centre is not None or (self.least > 0 and self.most / self.least > _DECADES)
 
     def position(self, value: float | None) -> float | None:
         """Return where on the colour scale the value is, from 0 to 1; None for what is no number."""
         if value is None or not math.isfinite(value):
             return None
-        if self.least == self.most:
+        low, high = self.ends
+        if low == high:
             return 0.5
-        scale = math.log if self.logarithmic else float
-        low, high = scale(self.least), scale(self.most)
-        return min(max((scale(value) - low) / (high - low), 0.0), 1.0)
+        value = min(max(value, low), high)
+        if self.logarithmic:
+            low, high, value = math.log(low), math.log(high), math.log(value)
+        return (value - low) / (high - low)
+
+    @property
+    def marks(self) -> tuple[float, ...]:
+        """The numbers that stand at the colour scale: its ends, its centre or middle, or powers of ten."""
+        low, high = self.ends
+        if self.centre is not None:
+            return low, self.centre, high
+        if not self.logarithmic:
+            return (low, high) if self.limits is not None else (low, high / 2, high)
+        powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)))]
+        room = 0.1 * math.log(high / low)
+        return low, *(each for each in powers if math.log(each / low) > room and math.log(high / each) > room), high
 
 
 class Placed(Protocol):
@@ -118,7 +181,7 @@ def _directions(spectra: Sequence[Spectrum]) -> PanelGrid:
     ends = "Near the rank a larger one may learn more; near 1 a smaller one would do."
     if len(ranks) > 1:  # else the ranks would be the picture
         of = f"{ranks[0]} to {ranks[-1]}"
-        return laid_out(
+        shares = laid_out(
             spectra,
             lambda item: item.effective_rank / item.rank,
             title=title,
@@ -127,8 +190,9 @@ def _directions(spectra: Sequence[Spectrum]) -> PanelGrid:
             "Near 1 a larger rank may learn more; near 0 a smaller one would do.",
             flat=lambda least, most: f"Every ΔW uses {span(least, most)} of its rank, which is {of}.",
         )
-    (rank,) = ranks or (0,)
-    return laid_out(
+        return replace(shares, limits=(0.0, 1.0))
+    (rank,) = ranks or (1,)
+    directions = laid_out(
         spectra,
         lambda item: item.effective_rank,
         title=title,
@@ -140,6 +204,7 @@ def _directions(spectra: Sequence[Spectrum]) -> PanelGrid:
             else "Every ΔW is zero and has no direction."
         ),
     )
+    return replace(directions, limits=(1.0, float(rank)))
 
 
 def _lost(spectra: Sequence[Spectrum]) -> PanelGrid:

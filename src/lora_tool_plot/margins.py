@@ -13,8 +13,9 @@ from lora_tool.core.errors import MissingDependency
 from lora_tool.core.version import __version__
 from lora_tool.execution.folder import replace_file
 from lora_tool.rules.merged.pairs import PairEvidence
+from lora_tool_plot.grid import rounded_up
 from lora_tool_plot.page import page
-from lora_tool_plot.saving import save
+from lora_tool_plot.saving import in_folder, save
 from lora_tool_plot.sheet import Drawn, sheet
 from lora_tool_plot.theme import ONE, RULE, SOFT, themed
 
@@ -37,8 +38,10 @@ _SENTENCE = (
 def draw_margins(title: str, found: PairEvidence, path: Path) -> None:
     """Write the histogram of the margins of `found` under the `title`: a page or a picture, as `path` ends.
 
-    It appears complete or not at all, and replaces a file of that name. Raises `OSError` where it cannot be written.
+    It appears complete or not at all, and replaces a file of that name; in a folder it is `margins.png`. Raises
+    `ExecutionError` where it cannot be written.
     """
+    path = path if path.suffix else in_folder(path, "margins")
     drawn: tuple[Drawn, ...] = ((_HEADING, _SENTENCE, partial(_draw_histogram, found=found)),)
     facts, footer = _facts(found), f"lora-tool {__version__}"
     with themed():
@@ -86,8 +89,10 @@ def _draw_histogram(axes: Axes, found: PairEvidence) -> None:
 
 
 def _edges(margins: Sequence[float], pairs: int) -> list[float]:
-    """Return where the bars begin and end: zero is among them, so that no bar holds pairs ranked right and wrong."""
-    bars = min(_MOST_BARS, max(10, 2 * math.isqrt(pairs)))
+    """Return where the bars begin and end, round numbers: zero is among them, so that no bar holds pairs ranked right
+    and wrong.
+    """
+    bars = min(_MOST_BARS, max(4, 2 * math.isqrt(pairs)))
     low, high = min(margins, default=0.0), max(margins, default=0.0)
-    width = (high - low) / bars or 1.0
+    width = rounded_up((high - low) / bars, (1.0, 2.0, 2.5, 5.0, 10.0)) or 1.0
     return [at * width for at in range(math.floor(low / width), math.floor(high / width) + 2)]

@@ -22,14 +22,13 @@ from lora_tool_plot.panels import (
     curves_sentence,
     draw_curve,
     draw_spectra,
-    label_step,
-    scale_marks,
+    labelled,
     spectra_panels,
     spectra_sentence,
     value_range,
 )
 from lora_tool_plot.sheet import Drawn
-from lora_tool_plot.theme import by_name, depth_colours, heat_colour, variables
+from lora_tool_plot.theme import by_name, depth_colours, heat_colour, short_number, variables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,7 +81,6 @@ def page(
         curves_sentence=curves_sentence(curves),
         main_svgs=[_svg((4.2, 2.4), partial(draw_curve, panel=panel)) for panel in panels if panel.main],
         small_svgs=[_svg((2.1, 1.25), partial(draw_curve, panel=panel)) for panel in panels if not panel.main],
-        heat=[heat_colour(step / 8) for step in range(9)],
         number=four_digits,
         footer=footer,
         drawn=[(heading, sentence, _svg((4.8, 3.0), draw)) for heading, sentence, draw in drawn],
@@ -90,12 +88,15 @@ def page(
 
 
 def _lines(grid: PanelGrid) -> dict[str, object]:
-    step = label_step(len(grid.columns), _LABELS)
-    columns = len(grid.columns)
+    places = labelled(grid.columns, _LABELS)
+    around = grid.centre is not None
     return {
         "grid": grid,
-        "labels": [(grid.columns[at], min(step, columns - at)) for at in range(0, columns, step)],
-        "marks": [four_digits(value) for value in scale_marks(grid)],
+        "labels": [
+            (grid.columns[at], end - at) for at, end in zip(places, [*places[1:], len(grid.columns)], strict=True)
+        ],
+        "marks": [short_number(value) for value in grid.marks],
+        "heat": [heat_colour(step / 8, around=around) for step in range(9)],
         "lines": [
             (row, [(column, cell, _cell(grid, cell)) for column, cell in zip(grid.columns, cells, strict=True)])
             for row, cells in zip(grid.rows, grid.cells, strict=True)
@@ -104,7 +105,7 @@ def _lines(grid: PanelGrid) -> dict[str, object]:
 
 
 def _cell(grid: PanelGrid, cell: float | None) -> str:
-    return "transparent" if cell is None else heat_colour(grid.position(cell))
+    return "transparent" if cell is None else heat_colour(grid.position(cell), around=grid.centre is not None)
 
 
 def _spectra_svgs(spectra: Sequence[Spectrum]) -> list[Markup]:

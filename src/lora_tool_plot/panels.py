@@ -16,6 +16,7 @@ from lora_tool.workflows.inspection.spectra import Spectrum
 from lora_tool.workflows.inspection.targets import place, short_names
 from lora_tool_plot.grid import PanelGrid
 from lora_tool_plot.theme import (
+    AROUND,
     HEAT,
     INK,
     NOT_A_NUMBER,
@@ -184,19 +185,20 @@ def draw_spectra(axes: Axes, panel: SpectraPanel, ends: tuple[float, float] | No
 
 def draw_heat_map(axes: Axes, scale: Axes, grid: PanelGrid) -> None:
     """Draw the cells, and on the axes `scale` beside them the colours with their numbers."""
+    colours = HEAT if grid.centre is None else AROUND
     positions = [[grid.position(cell) for cell in row] for row in grid.cells]
     table = np.array([[math.nan if at is None else at for at in row] for row in positions], dtype=float)
     table = table.reshape(len(grid.rows), len(grid.columns))
     # cells of a millimetre have no room for lines between them, and without any PDF readers show the ground there
     edge, width = ("white", 0.6) if len(grid.columns) <= _WITH_LINES else ("face", 0.3)
-    axes.pcolormesh(np.ma.masked_invalid(table), cmap=HEAT, vmin=0, vmax=1, edgecolors=edge, linewidth=width)
+    axes.pcolormesh(np.ma.masked_invalid(table), cmap=colours, vmin=0, vmax=1, edgecolors=edge, linewidth=width)
     for row, cells in enumerate(grid.cells):
         for column, cell in enumerate(cells):
             if cell is not None and not math.isfinite(cell):
                 axes.fill_between([column, column + 1], row, row + 1, color=NOT_A_NUMBER, hatch="///", linewidth=0)
     axes.invert_yaxis()
-    every = label_step(len(grid.columns), 24)
-    axes.set_xticks([at + 0.5 for at in range(0, len(grid.columns), every)], grid.columns[::every])
+    places = labelled(grid.columns, 24)
+    axes.set_xticks([at + 0.5 for at in places], [grid.columns[at] for at in places])
     axes.set_yticks([at + 0.5 for at in range(len(grid.rows))], [plain(cut(row, ROW_LETTERS)) for row in grid.rows])
     axes.tick_params(length=0)
     axes.tick_params(axis="y", labelcolor=INK)
@@ -204,25 +206,27 @@ def draw_heat_map(axes: Axes, scale: Axes, grid: PanelGrid) -> None:
         spine.set_visible(False)
     axes.set_xlabel("layer")
     steps = np.linspace(0, 1, 128).reshape(-1, 1)
-    scale.pcolormesh([0, 1], np.linspace(0, 1, 129), steps, cmap=HEAT, vmin=0, vmax=1, rasterized=True)
+    scale.pcolormesh([0, 1], np.linspace(0, 1, 129), steps, cmap=colours, vmin=0, vmax=1, rasterized=True)
     scale.set_xticks([])
     scale.yaxis.tick_right()
-    marks = [(grid.position(value), value) for value in scale_marks(grid)]
-    scale.set_yticks([at or 0.0 for at, _ in marks], [f"{value:.3g}" for _, value in marks])
+    marks = [(grid.position(value), value) for value in grid.marks]
+    scale.set_yticks([at or 0.0 for at, _ in marks], [short_number(value) for _, value in marks])
     scale.tick_params(length=0)
     for spine in scale.spines.values():
         spine.set_visible(False)
 
 
-def scale_marks(grid: PanelGrid) -> tuple[float, ...]:
-    """Return the numbers that stand at the colour scale: its ends, and its middle."""
-    low, high = grid.least, grid.most
-    return (low, math.sqrt(low * high) if grid.logarithmic else (low + high) / 2, high) if low < high else (low,)
-
-
-def label_step(count: int, room: int) -> int:
-    """Return each how manyth of `count` columns gets its number, where there is `room` for so many: a round step."""
-    return next(step for step in (1, 2, 4, 5, 8, 10, 20, 40, 50, 100, 200, 500, 1000, count) if count <= step * room)
+def labelled(columns: Sequence[str], room: int) -> list[int]:
+    """Return the places of the columns that get their number, where there is `room` for so many: every so manyth, a
+    round step, the last layer, and what lies in no layer.
+    """
+    count = len(columns)
+    step = next(step for step in (1, 2, 4, 5, 8, 10, 20, 40, 50, 100, 200, 500, 1000, count) if count <= step * room)
+    layers = count - (columns[-1:] == ("–",))
+    places = list(range(0, layers, step))
+    if places and layers - 1 > places[-1]:
+        places[-1 if len(places) > 1 and 2 * (layers - 1 - places[-1]) <= step else len(places) :] = [layers - 1]
+    return [*places, *range(layers, count)]
 
 
 class CurvePanel(Struct, frozen=True, kw_only=True):
@@ -280,6 +284,12 @@ def draw_curve(axes: Axes, panel: CurvePanel) -> None:
     title(axes, panel.name)
     axes.grid(axis="y")
     axes.margins(x=0.02, y=0.08)
+    if "accurac" in panel.name and axes.get_ylim()[1] > 1 >= max(
+        value for points in panel.lines.values() for _, value in points
+    ):
+        axes.set_ylim(top=1)
+        for line in axes.lines:  # what lies on the edge is drawn whole
+            line.set_clip_on(False)
     number_axis(axes, "y", 5 if panel.main else 4)
     number_axis(axes, "x", 6 if panel.main else 3, whole=True)
     if len(panel.lines) > 1:

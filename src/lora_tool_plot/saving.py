@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from lora_tool.execution.folder import replace_file
+from lora_tool.execution.folder import errors_of_the_system, replace_file
 
 _SETTINGS = {"svg.hashsalt": "lora-tool", "pdf.fonttype": 42}
 """The same figure gives the same bytes, and a PDF has fonts that can be edited."""
@@ -30,3 +30,10 @@ def save(figure: Figure, path: Path) -> None:
         dots = min(_DOTS, _HIGHEST / figure.get_figheight())
         figure.savefig(picture, format=kind[1:], dpi=dots, metadata=_UNDATED.get(kind))
     replace_file(path, picture.getvalue())
+
+
+def in_folder(path: Path, name: str) -> Path:
+    """Return the PNG called `name` in the folder `path`, which is made where it is not there. Raises `ExecutionError`."""
+    with errors_of_the_system(None, path):
+        path.mkdir(parents=True, exist_ok=True)
+    return path / f"{name}.png"

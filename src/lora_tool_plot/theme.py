@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 HEAT = colormaps["viridis"]
 """Read by people who see no red or no green, and in grey."""
+AROUND = colormaps["RdBu_r"]
+"""Blue below the centre of a scale and red above it, pale at it."""
 DEPTHS = 16
 """Shades that tell early layers from late ones."""
 INK, SOFT, RULE, ONE, TWO, SHADE = "#1a1d21", "#5c6570", "#e1e5ea", "#2a6fb5", "#d9662b", "#eef0f3"
@@ -92,9 +94,12 @@ def depth_colour(share: float) -> str:
     return depth_colours()[round(share * (DEPTHS - 1))]
 
 
-def heat_colour(position: float | None) -> str:
-    """Return the colour of a heat map at a `position` from 0 to 1 as ``#rrggbb``; grey for what is no number."""
-    return NOT_A_NUMBER if position is None else str(to_hex(HEAT(position)))
+def heat_colour(position: float | None, *, around: bool = False) -> str:
+    """Return the colour of a heat map at a `position` from 0 to 1 as ``#rrggbb``; grey for what is no number.
+
+    `around` a centre it is one of two colours.
+    """
+    return NOT_A_NUMBER if position is None else str(to_hex((AROUND if around else HEAT)(position)))
 
 
 def variables(*, dark: bool) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from msgspec.structs import replace
 from safetensors.torch import load_file
@@ -22,11 +23,15 @@ from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.core.display import four_digits
 from lora_tool.core.errors import ExecutionError, NotACheckpoint
 from lora_tool.formats.trainer_state import read_trainer_state
+from lora_tool.workflows.inspection.comparison import Comparison, Difference, ModuleChange
 from lora_tool.workflows.inspection.curves import training_curves
 from lora_tool.workflows.inspection.spectra import Spectrum, spectra
+from lora_tool_plot.changes import change_grids
 from lora_tool_plot.drawing import draw, draw_comparison
 from lora_tool_plot.grid import grids
+from lora_tool_plot.margins import _edges
 from lora_tool_plot.page import page
+from lora_tool_plot.panels import CurvePanel, draw_curve, labelled
 from lora_tool_plot.saving import save
 from lora_tool_plot.sheet import sheet
 from lora_tool_plot.theme import themed
@@ -79,13 +84,85 @@ def test_cells_are_modules_by_target_and_layer_in_the_order_of_the_tables() -> N
     assert rank.cells[2] == (None, 1.0, None)
 
 
-def test_colours_go_over_the_range_of_the_data() -> None:
-    moved, _ = grids([spectrum(f"m.{at}", value, layer=at) for at, value in enumerate((3.0, 4.0, 5.0, math.nan))])
-    assert [moved.position(cell) for cell in moved.cells[0]] == [0.0, 0.5, 1.0, None]
-    wide, _ = grids([spectrum(f"m.{at}", value, layer=at) for at, value in enumerate((0.01, 0.1, 1.0))])
+def test_colours_begin_at_zero_or_are_logarithmic_and_end_at_round_numbers() -> None:
+    moved, _ = grids([spectrum(f"m.{at}", value, layer=at) for at, value in enumerate((3.0, 4.0, 4.9, math.nan))])
+    assert [moved.position(cell) for cell in moved.cells[0]] == [0.6, 0.8, pytest.approx(0.98), None]
+    assert moved.marks == (0.0, 2.5, 5.0)
+    wide, _ = grids([spectrum(f"m.{at}", value, layer=at) for at, value in enumerate((0.0099, 0.1, 1.9))])
     assert wide.logarithmic
-    assert [wide.position(cell) for cell in wide.cells[0]] == pytest.approx([0.0, 0.5, 1.0])
+    assert wide.marks == pytest.approx((0.005, 0.01, 0.1, 1.0, 2.0))
+    assert [wide.position(cell) for cell in (0.005, 0.1, 2.0)] == pytest.approx([0.0, 0.5, 1.0])
     assert "logarithmic" in wide.said
+    _, directions = grids([spectrum(f"m.{at}", 1.0, value, layer=at) for at, value in enumerate((0.3, 0.6))])
+    assert directions.ends == (1.0, 2.0)
+
+
+SCALES = [  # the numbers of the second over those of the first, the ends of the scale
+    ((0.97, 1.1), (0.8, 1.25)),
+    ((0.6, 1.1), (0.5, 2.0)),
+    ((1.0, 7.0), (0.1, 10.0)),
+]
+
+
+@pytest.mark.parametrize(("times", "ends"), SCALES)
+def test_ratios_have_two_colours_around_one(times: tuple[float, ...], ends: tuple[float, float]) -> None:
+    differences = tuple(
+        Difference(
+            name=f"m.layers.{at}.q_proj", kind="LoRA", change=ModuleChange.CHANGED, first=1.0, second=value, apart=1.0
+        )
+        for at, value in enumerate(times)
+    )
+    *_, longer = change_grids(Comparison(fields={}, differences=differences))
+    assert longer.ends == pytest.approx(ends)
+    assert longer.position(1.0) == pytest.approx(0.5)
+    assert "logarithmic" not in longer.said
+
+
+def test_directions_without_anything_in_common_are_the_middle_of_all_there_can_be() -> None:
+    turned = [math.sqrt(2.0) * value for value in (0.9, 1.1)]
+    differences = tuple(
+        Difference(
+            name=f"m.layers.{at}.q_proj", kind="LoRA", change=ModuleChange.CHANGED, first=1.0, second=1.0, apart=value
+        )
+        for at, value in enumerate(turned)
+    )
+    _, cosine, _ = change_grids(Comparison(fields={}, differences=differences))
+    assert (cosine.centre, cosine.ends) == (1.0, (0.0, 2.0))
+
+
+COLUMNS = [
+    (32, False, [28, 31]),
+    (80, False, [76, 79]),
+    (2, False, [0, 1]),
+    (33, False, [30, 32]),
+    (32, True, [31, 32]),
+]
+
+
+@pytest.mark.parametrize(("layers", "beside", "ends"), COLUMNS)
+def test_the_last_layer_is_labelled(layers: int, beside: object, ends: list[int]) -> None:
+    columns = (*map(str, range(layers)), *(["–"] if beside else []))
+    assert labelled(columns, 24)[-2:] == ends
+
+
+def test_a_folder_gets_a_file_for_each_figure(tmp_path: Path) -> None:
+    draw(open_checkpoint(TRAINED), tmp_path / "plots")
+    names = {path.stem for path in (tmp_path / "plots").iterdir()}
+    assert names >= {"how-far-training-moved-each-weight", "singular-values", "training"}
+
+
+def test_an_accuracy_ends_at_one() -> None:
+    axes = Figure().subplots()
+    draw_curve(axes, CurvePanel(name="rewards/accuracies", main=True, lines={"training": ((1, 1.0), (2, 1.0))}))
+    assert axes.get_ylim()[1] == 1.0
+
+
+@pytest.mark.parametrize(("pairs", "bars"), [(8, (4, 7)), (400, (20, 65))])
+def test_bars_of_margins_are_few_and_begin_at_round_numbers(pairs: int, bars: tuple[int, int]) -> None:
+    edges = _edges([0.1 * at - 0.13 for at in range(pairs)], pairs)
+    assert bars[0] <= len(edges) - 1 <= bars[1]
+    assert 0.0 in edges
+    assert all(float(f"{edge:.3g}") == pytest.approx(edge) for edge in edges)
 
 
 def test_a_map_of_one_colour_is_a_sentence() -> None:

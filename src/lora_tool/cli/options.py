@@ -41,15 +41,13 @@ PICTURES = (".png", ".svg", ".pdf", ".html")
 
 
 class PicturePath(UserPath):
-    """The file of a picture, whose name says what it becomes."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False)
+    """The file of a picture, whose name says what it becomes, or a folder for the files of several."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
         path = super().convert(value, param, ctx)
-        if path.suffix not in PICTURES:
-            self.fail(f"{path} does not end in one of {', '.join(PICTURES)}", param, ctx)
+        is_folder = not path.suffix and (str(value).endswith("/") or path.is_dir())
+        if path.suffix not in PICTURES and not is_folder:
+            self.fail(f"{path} does not end in one of {', '.join(PICTURES)}, or in / for a folder", param, ctx)
         from lora_tool.workflows.drawing import drawer
 
         drawer()  # what it lacks is an error before anything is read
@@ -119,7 +117,7 @@ def in_order(*options: Callable[[Decorated], Decorated]) -> Callable[[Decorated]
 
 def plot_option(help_text: str) -> Callable[[Decorated], Decorated]:
     """Add ``--plot``; the `help_text` says what is drawn."""
-    shapes = f"{help_text}: .png, .svg, .pdf or .html."
+    shapes = f"{help_text}: .png, .svg, .pdf, .html, or DIR/ for a PNG of each figure."
     return option_in(Section.PRINTED, "--plot", type=PicturePath(), metavar="FILE", help=shapes)
 
 

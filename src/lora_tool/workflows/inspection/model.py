@@ -206,7 +206,11 @@ class AdapterInspection(Inspection, frozen=True, kw_only=True):
         yield "task", self.task_type or "not named"
         kind = "LoRA" if self.peft_type == "LORA" else self.peft_type or ""
         plain = (variant for variant in self.variants if not variant.startswith("init "))
-        yield "method", ", ".join((kind, *plain)) if kind else ""
+        sizes = {"rank": _span(each.rank for each in self.targets), "alpha": _span(each.alpha for each in self.targets)}
+        yield (
+            "method",
+            ", ".join((kind, *plain, *(f"{name} {span}" for name, span in sizes.items() if span))) if kind else "",
+        )
         if kind == "LoRA":
             yield "dropout", "" if self.dropout is None else f"{self.dropout:g}"
             yield "init", _INITS.get(self.init or "", self.init or "")
@@ -273,6 +277,12 @@ class RunInspection(Inspection, frozen=True, kw_only=True):
         if self.latest is not None:
             yield "latest", f"{PurePath(self.latest.path).name}, {self.latest.kind}"
             yield from self.latest.own_facts()
+
+
+def _span(numbers: Iterable[float | None]) -> str:
+    """Return the least and the largest of the numbers that are known, as text; one where they are the same."""
+    known = {number for number in numbers if number is not None}
+    return " to ".join(f"{number:g}" for number in sorted({min(known), max(known)})) if known else ""
 
 
 def _tensor_list(tensors: Sequence[TensorInfo]) -> str:
