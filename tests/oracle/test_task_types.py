@@ -16,6 +16,8 @@ import torch
 
 from lora_tool import verify
 from lora_tool.core.errors import FindingsFound
+from lora_tool.core.report import Severity
+from tests.judging import judge
 from tests.oracle.adapter_cases import Case, case, config_with
 from tests.oracle.peft_merge import (
     BF16,
@@ -68,6 +70,14 @@ _TABLE = {
     **cases("llama gpt2 mixtral gpt_neox bert", "seq-cls", base_task="feature-extraction"),
     **cases("opt", "causal-lm", base_task="feature-extraction"),
     **cases("qwen2 mixtral", "causal-lm", base_task="feature-extraction", modules_to_save=["lm_head"]),
+    # a pooler that the base lacks, and the adapter has
+    "saved-pooler": case(
+        "roberta",
+        task="feature-extraction",
+        base_task="causal-lm",
+        modules_to_save=["pooler"],
+        target_modules=["query"],
+    ),
     # classes that no task type of PEFT names: the adapter's config does
     "masked": case("bert", own="BertForMaskedLM", task_type=None),
     "another-causal-lm": case("flaubert", own="FlaubertWithLMHeadModel", task_type=None),
@@ -105,6 +115,17 @@ def test_a_head_that_is_nowhere_is_refused(labels: int, tmp_path: Path) -> None:
     base, adapter = headless.write(tmp_path)
     with pytest.raises(FindingsFound, match="LT301 .*no trained head"):
         merge_with_ours(base, adapter, tmp_path / "ours", "peft")
+
+
+def test_a_pooler_that_only_the_tasks_class_has_must_be_saved(tmp_path: Path) -> None:
+    """Both say so: validate by its table, and a merge, which asks transformers where the table does not tell."""
+    fresh = case("bert", task="seq-cls", base_task="causal-lm", labels=3, target_modules=["query"])
+    base, adapter = fresh.write(tmp_path)
+    (finding,) = judge(adapter, base=base).at_least(Severity.WARNING)
+    assert (finding.code, "`bert.pooler.dense.bias` (and 1 more)" in finding.message) == ("LT515", True)
+    assert str(finding.hint).endswith('train again with modules_to_save=["classifier", "score", "pooler"]')
+    with pytest.raises(FindingsFound, match="LT515 .*pooler"):
+        merge_with_ours(base, adapter, tmp_path / "ours", "float32")
 
 
 def test_what_was_asked_for_must_be_what_the_adapter_says(tmp_path: Path) -> None:

@@ -89,17 +89,6 @@ def has_tensors(model_type: str, names: Collection[str]) -> bool:
     return row is not None and row["tensors"].keys() >= set(names)
 
 
-def may_have(model_type: str, class_name: str, name: str) -> bool | None:
-    """Return whether a class of the model type, such as this one, may have a tensor of that name; None if no table knows
-    the class.
-    """
-    row = _row(model_type)
-    if row is None or class_name not in row["classes"]:
-        return None
-    paths = {name, *(f"@{name.removeprefix(f'{prefix}.')}" for prefix in prefixes_of(model_type).values())}
-    return not row["tensors"].keys().isdisjoint(paths)
-
-
 def own_tensors(model_type: str, class_name: str) -> frozenset[str] | None:
     """Return the names of what a class may have beside its base model, a head and an output layer; None if no table
     knows it.

@@ -13,10 +13,10 @@ from lora_tool.core.report import Severity
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.models.ends import CLASSIFICATION_TASKS, MATRIX, head_of, is_end, is_last_layer
 from lora_tool.models.layers import is_beyond
-from lora_tool.models.model_tensors import may_have
 from lora_tool.rules.engine.registry import Fault, Need, doubted, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 from lora_tool.rules.shared.base_match import delta_shape, held_or_tied, is_decoder, may_be_absent, of_causal_lm
+from lora_tool.rules.shared.merged_class import merged_tensors
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 _SAME = _ALL | {Need.SAME_NAMES}
@@ -298,7 +298,7 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
             absent = f"{match.name(module)}.{leaf}" in match.arch.causal_only or head_of(module) or leaf == "weight"
             lost = (named or leaf == "bias") and not (absent and may_be_absent(subject, module))
             lost = lost and not is_decoder(module)
-            if lost and not _belongs_to_head(subject, match, f"{module}.{leaf}"):
+            if lost and not _is_of_the_class(subject, match, f"{module}.{leaf}"):
                 message = f"belongs to `{module}.{leaf}`, which {match.base.root} does not have"
                 yield Fault(subject=tensor.name, message=message)
         elif tensor.spec.numel and not is_last_layer(module) and not _fits(match, tensor, base, module):
@@ -306,12 +306,14 @@ def saved_module_absent(subject: AdapterSubject) -> Iterator[Fault]:
             yield Fault(subject=tensor.name, message=message)
 
 
-def _belongs_to_head(subject: AdapterSubject, match: BaseMatch, name: str) -> bool:
-    """Whether it is a classifier's module outside the base, as DistilBERT's `pre_classifier` or BERT's pooler does."""
-    if match.facts or subject.config.task_type not in CLASSIFICATION_TASKS or split_layer(name)[0] is not None:
+def _is_of_the_class(subject: AdapterSubject, match: BaseMatch, name: str) -> bool:
+    """Whether the base lacks it because the task makes another class, as DistilBERT's `pre_classifier` or a pooler."""
+    if match.facts or split_layer(name)[0] is not None:
         return False
-    of_class = (match.arch.model_type, match.arch.sequence_classification or "")
-    if subject.is_reward() and may_have(*of_class, name) is False:
+    known = merged_tensors(subject)
+    if known is not None:
+        return match.name(name) in known.missing
+    if subject.config.task_type not in CLASSIFICATION_TASKS:
         return False
     stem = ".".join(match.name(name.rpartition(".")[0]).split(".")[:2])
     return not any(name.startswith(f"{stem}.") for name in match.base.tensors)

@@ -24,7 +24,7 @@ from lora_tool.models.ends import (
     output_name,
     stored_twice,
 )
-from lora_tool.models.model_tensors import own_tensors
+from lora_tool.models.model_tensors import ModelTensors, base_prefixes, own_tensors
 from lora_tool.rules.adapter.lt3_head import (
     CLASSIFYING,
     carries_head,
@@ -36,6 +36,7 @@ from lora_tool.rules.adapter.lt3_head import (
 from lora_tool.rules.adapter.lt5_base import whole_ends, whole_tensors
 from lora_tool.rules.engine.registry import Fault, Need, doubted, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
+from lora_tool.rules.shared.merged_class import merged_tensors
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 _NUMBERED = re.compile(r"\.\d+\.")
@@ -311,41 +312,70 @@ def base_lacks(subject: AdapterSubject) -> Iterator[Fault]:
     log line at most.
     Example: The base was saved without `lm_head.weight`, and the adapter does not have it either.
     What to do: Give the complete model that the adapter was trained on: `--base MODEL`. A head may be in the training
-    checkpoint.
+    checkpoint. What the base's class does not have, such as a pooler, was random when training began: if the adapter does
+    not have it, train again with its name in `modules_to_save`.
     """
     match = subject.matched
-    class_name, lacking = _lacking_in_memory(subject, match) if match.facts else _lacking_on_disk(subject, match)
+    class_name, lacking, doubt = (_lacking_in_memory if match.facts else _lacking_on_disk)(subject, match)
     if lacking:
         more = f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
         message = f"has no `{lacking[0]}`{more}, which a {class_name} needs, and neither has the adapter"
         head = next((name for name in lacking if match.facts and name in match.facts.label_axes), None)
-        hint = way_to_head(subject.checkpoint.root, head.split(".")[-2]) if head else None
+        hint = (
+            way_to_head(subject.checkpoint.root, head.split(".")[-2])
+            if head
+            else _never_saved(subject, class_name, lacking)
+        )
         message = f"{message}: transformers would initialise it at random"
         fault = Fault(message=message, path=match.base.root, hint=hint, mergeable=match.facts is None)
-        table = None if match.facts or subject.stored_base is None else subject.stored_base.class_tensors
-        yield doubted(fault, table.doubt if table else None)
+        yield doubted(fault, doubt)
 
 
-def _lacking_in_memory(subject: AdapterSubject, match: BaseMatch) -> tuple[str, list[str]]:
+def _never_saved(subject: AdapterSubject, class_name: str, lacking: list[str]) -> str | None:
+    """Return how to train what the base's own class does not have; None where the base should have it."""
+    config = None if subject.base is None else subject.base.config
+    if config is None or class_name in config.architectures or not config.architectures:
+        return None
+    fresh = [
+        name.removeprefix(f"{name.partition('.')[0]}.") if name.partition(".")[0] in base_prefixes() else name
+        for name in lacking
+    ]
+    names = dict.fromkeys([*subject.config.modules_to_save, *(name.partition(".")[0] for name in fresh)])
+    listed = ", ".join(f'"{name}"' for name in names)
+    return (
+        "give the model that the adapter was trained on; if this is it, they were random in training and never saved: "
+        f"train again with modules_to_save=[{listed}]"
+    )
+
+
+def _lacking_in_memory(subject: AdapterSubject, match: BaseMatch) -> tuple[str, list[str], None]:
     """Return what transformers calls the class, and its parameters that are nowhere."""
     if match.facts is None:
         raise TypeError("transformers was not asked")
     shapes, tied, unsaved = match.facts.shapes, match.facts.tied, match.facts.unsaved
     whole = _by_base_names(match, {**subject.view.frozen, **subject.view.saved})
     there = {tied.get(name, name) for name in shapes if name in whole or match.held(name)}
-    return match.facts.class_name, [name for name in shapes if tied.get(name, name) not in there | unsaved]
+    return match.facts.class_name, [name for name in shapes if tied.get(name, name) not in there | unsaved], None
 
 
-def _lacking_on_disk(subject: AdapterSubject, match: BaseMatch) -> tuple[str, list[str]]:
-    """Return the base's class, and its parameters that are nowhere; a causal LM has no pooler, a classifier no output."""
-    config, arch = match.base.config, match.arch
-    known = None if subject.stored_base is None else subject.stored_base.class_tensors
-    if config is None or known is None or not known.missing:
-        return "", []
-    own = ({arch.causal_lm, arch.sequence_classification} - {None}) if config.architectures else {None}
-    if known.class_name not in own:
-        return "", []
-    other = {*_by_base_names(match, {**subject.view.frozen, **subject.view.saved})}
-    other |= set() if subject.has_output_layer else set(arch.causal_only)
-    lacking = [name for name in known.missing if name not in other and not head_of(name) and ".pooler." not in name]
-    return known.class_name or f"{config.model_type} model", lacking
+def _lacking_on_disk(subject: AdapterSubject, match: BaseMatch) -> tuple[str, list[str], str | None]:
+    """Return the class that the adapter's task makes, its parameters that are nowhere, and why that may be wrong."""
+    known = merged_tensors(subject)
+    if known is not None and _nowhere(subject, match, known):
+        known = merged_tensors(subject, sure=True)
+    return ("", [], None) if known is None else (known.class_name or "", _nowhere(subject, match, known), known.doubt)
+
+
+def _nowhere(subject: AdapterSubject, match: BaseMatch, known: ModelTensors) -> list[str]:
+    """Return the parameters that neither base nor adapter has; of a head that is nowhere as a whole other rules tell."""
+    if not known.missing:
+        return []
+    whole = _by_base_names(match, {**subject.view.frozen, **subject.view.saved})
+    heads = {*map(head_of, whole)} - {None} or {head_of(name) for name in known.missing if _has_head(match)}
+    absent = set() if subject.has_output_layer else set(match.arch.causal_only)
+    other = {*whole, *absent}
+    return [name for name in known.missing if name not in other and head_of(name) in {None, *heads}]
+
+
+def _has_head(match: BaseMatch) -> bool:
+    return any(map(head_of, match.base.tensors))

@@ -190,19 +190,24 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     @cached_property
     def _of_class(self) -> ModelTensors | str | None:
         """The same, with the reason where they are not known; None where config or weights cannot be believed."""
-        return None if self._config is None else self.compared(self._config, self.shapes)
+        return None if self._config is None else self.compared(self._config, self.shapes, self.ask)
 
-    def compared(self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelTensors | str:
-        """Return tensors of these shapes compared with the class of `config`, or why that is not possible."""
+    def compared(
+        self, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], ask: AskClass | None = None
+    ) -> ModelTensors | str:
+        """Return tensors of these shapes compared with the class of `config`, or why that is not possible.
+
+        `ask` is called where the table does not cover the config, or finds something wrong.
+        """
         from lora_tool.models import model_tensors  # for models alone
 
         found = model_tensors.model_tensors(config, shapes)
         if found is not None and not found.accuses(shapes):
             return found
         unsure = found.doubt if found is not None else model_tensors.why_unsure(config)
-        if self.ask is None or (found is None and unsure is None):
+        if ask is None or (found is None and unsure is None):
             return found or model_tensors.why_unknown(config)
-        answer = self.ask(config, shapes)
+        answer = ask(config, shapes)
         if found is None:
             return f"{unsure}; {answer}" if isinstance(answer, str) else answer
         if isinstance(answer, str):
@@ -216,6 +221,17 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
         """What transformers says of the class, for a suspicion without a table; None where it cannot tell or is not asked."""
         answer = None if self.ask is None or self._config is None else self.ask(self._config, self.shapes)
         return None if isinstance(answer, str) else answer
+
+    def as_class(self, name: str, *, sure: bool) -> ModelTensors | None:
+        """Return the tensors compared with those of another class of the model's type; None where that is not known.
+
+        Only to be `sure` transformers is asked: a head that the class adds is missing in every base.
+        """
+        config = self._config
+        if config is None or name in config.architectures[:1]:
+            return self.class_tensors
+        found = self.compared(replace(config, architectures=(name,)), self.shapes, self.ask if sure else None)
+        return None if isinstance(found, str) else found
 
     @property
     def is_unsure(self) -> bool:

@@ -46,7 +46,7 @@ def _no_place(subject: ModelSubject, names: Mapping[str, StoredTensor]) -> froze
     config = subject.plain.config
     if config is None or subject.class_tensors is None:
         return frozenset()
-    found = subject.compared(config, {name: tensor.shape for name, tensor in names.items()})
+    found = subject.compared(config, {name: tensor.shape for name, tensor in names.items()}, subject.ask)
     return frozenset() if isinstance(found, str) else frozenset((*found.unexpected, *found.of_other_classes))
 
 
