@@ -24,6 +24,7 @@ from lora_tool.workflows.inspection.model import (
     ShardedInspection,
 )
 from lora_tool.workflows.inspection.targets import short_names, spread
+from tests.tiny_plans import numbers, save_base
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PREFIX = "base_model.model.model.layers"
@@ -175,6 +176,28 @@ def test_a_model() -> None:
     assert (model.model_type, model.layers, model.tied) == ("llama", 2, False)
     assert [tensor.name for tensor in model.head] == ["lm_head.weight"]
     assert [name for name, _ in model.files] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+
+
+EXPERTS = "model.layers.0.mlp.experts."
+LAYOUTS: dict[str, tuple[str, str, tuple[int, ...], str]] = {
+    "singly": ("mixtral", "0.w1.weight", (24, 32), "one matrix per expert (experts.0.w1.weight [24, 32])"),
+    "as-published": ("qwen3_vl_moe", "down_proj", (4, 24, 32), "[experts, in, out] (experts.down_proj [4, 24, 32])"),
+    "as-saved": ("qwen3_vl_moe", "gate_up_proj", (4, 48, 32), "[experts, out, in] (experts.gate_up_proj [4, 48, 32])"),
+    "square": ("qwen3_vl_moe", "down_proj", (4, 32, 32), "all experts (experts.down_proj [4, 32, 32])"),
+    "gpt-oss": ("gpt_oss", "gate_up_proj", (4, 32, 48), "[experts, in, out] (experts.gate_up_proj [4, 32, 48])"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_experts_are_said_as_they_lie(name: str, tmp_path: Path) -> None:
+    model_type, matrix, shape, said = LAYOUTS[name]
+    base = save_base(tmp_path / "base", {EXPERTS + matrix: numbers(*shape)}, model_type=model_type, hidden_size=32)
+    inspected = inspect_checkpoint(base)
+    assert isinstance(inspected, ModelInspection)
+    on_disk, in_memory = (inspected.experts or "").split("\n")
+    assert on_disk.startswith("on disk: ")
+    assert said in on_disk
+    assert in_memory.endswith("[experts, in, out]" if model_type == "gpt_oss" else "[experts, out, in]")
 
 
 def test_a_run_folder() -> None:

@@ -32,6 +32,7 @@ from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.models.ends import HEADS, OUTPUTS, head_of
 from lora_tool.workflows.inspection.curves import trainer_state_of, training_curves
+from lora_tool.workflows.inspection.experts import layout_of_experts
 from lora_tool.workflows.inspection.model import (
     AdapterInspection,
     CheckpointRow,
@@ -209,6 +210,7 @@ def _model(model: ModelDir) -> ModelInspection:
         num_labels=config.num_labels if config else None,
         tied=config.tie_word_embeddings if config else None,
         quantization=config.quantization if config else None,
+        experts=layout_of_experts(tensors, config),
         head=heads,
         tensors=len(model.tensors),
         parameters=sum(tensor.spec.numel for tensor in tensors.values()),

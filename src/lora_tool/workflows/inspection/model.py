@@ -230,6 +230,8 @@ class ModelInspection(Inspection, frozen=True, kw_only=True):
     tied: bool | None
     """Whether output and input embeddings are one tensor; None where the config does not say."""
     quantization: str | None
+    experts: str | None
+    """How the experts' matrices lie on disk and in memory; None without experts."""
     head: tuple[TensorInfo, ...]
     tensors: int
     parameters: int
@@ -246,6 +248,7 @@ class ModelInspection(Inspection, frozen=True, kw_only=True):
         yield "parameters", f"{self.parameters:,} in {counted(self.tensors, 'tensor')}{_dtypes(self.dtypes.items())}"
         yield "weights", f"{size(self.nbytes)} in {counted(len(self.files), 'file')}"
         yield "quantised", self.quantization or ""
+        yield "experts", self.experts or ""
         yield "head", _tensor_list(self.head) or "none stored"
         yield "labels", "" if self.num_labels is None else str(self.num_labels)
         yield "embeddings", "" if self.tied is None else "tied" if self.tied else "not tied"
