@@ -63,9 +63,11 @@ OF_LOADING = ("LT2", "LT501", "LT502", "LT503", "LT505", "LT506", "LT509")
 WEIGHTS_BESIDE = "LT222"
 """The rule that reports weights in other files than the adapter's."""
 
+FOREIGN_CALL = "LT116"
+"""The rule about pickles that call what no checkpoint needs."""
 _OF_FILES = ("LT1", "LT214")
 """The rules about the files themselves, and their fields."""
-_OF_BASES = frozenset({"LT116", "LT309", "LT310", "LT317", "LT318", "LT322", "LT324"})
+_OF_BASES = frozenset({FOREIGN_CALL, "LT309", "LT310", "LT317", "LT318", "LT322", "LT324"})
 """What is wrong with a base and would be wrong with everything that is merged into it. LT515 tells of what is lost where
 the adapter's names are the base's.
 """
@@ -140,11 +142,15 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         """
         if not holds_rank_files(checkpoint.folder):
             return
+        opened = None
         try:
-            found = sharded_subject(open_sharded(checkpoint.root), watch=self.watch)
+            opened = open_sharded(checkpoint.root)
+            found = sharded_subject(opened, watch=self.watch)
         except NotACheckpoint:  # folders of that name without rank files
             return
         except (CheckpointError, UnsupportedCheckpoint) as error:
+            if opened is not None:
+                yield self.only(FOREIGN_CALL).folder(Subject(checkpoint=opened))
             reason = Skipped(code="LT402", path=str(checkpoint.root), reason=str(error))
             yield Report(skipped=(reason,) if RULES["LT402"] in self.rules else ())
         else:

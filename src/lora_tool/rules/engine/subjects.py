@@ -104,7 +104,8 @@ class Subject(Struct, frozen=True, kw_only=True, eq=False):
     @property
     def places(self) -> Iterator[Path]:
         """Its folder, and others that its files lie in."""
-        yield self.checkpoint.root
+        root, tags = self.checkpoint.root, getattr(self.checkpoint, "rank_files", ())
+        yield from dict.fromkeys((root, *(root / tag for tag in tags)))
 
     def has(self, matter: Matter | Defect) -> bool:
         """Return whether the folder has this, so that the rules about it have something to judge."""
