@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -41,6 +42,42 @@ def test_what_is_lost_is_known_before_anything_is_written(call: Caller, tmp_path
     assert all(0 < module["kept"] <= 1 and module["rank_for_99_percent"] >= 1 for module in written["modules"])
     assert call("validate", small).code == 0
     assert call("merge", small, "--base", "fixtures/causal-llama/base", "-o", tmp_path / "merged").code == 0
+
+
+BASE = "fixtures/causal-llama/base"
+
+
+@pytest.mark.parametrize(
+    ("typed", "hashed"),
+    [
+        (("resize", ADAPTER, "--rank", "2"), {"adapter": ADAPTER}),
+        (("combine", f"{ADAPTER}=0.5"), {"adapter": ADAPTER}),
+        (("prepare", ADAPTER, "--for", "vllm"), {"adapter": ADAPTER}),
+        (("convert", ADAPTER, "--to", "peft"), {"adapter": ADAPTER}),
+        (("merge", ADAPTER, "--base", BASE), {"adapter": ADAPTER}),
+        (("extract", "MERGED", "--base", BASE, "--rank", "2"), {"model": "MERGED", "base": BASE}),
+    ],
+)
+def test_inputs_are_recorded_by_their_hashes(
+    call: Caller, tmp_path: Path, typed: tuple[str, ...], hashed: dict[str, str]
+) -> None:
+    merged, out = tmp_path / "merged", tmp_path / "out"
+    if "MERGED" in typed:
+        assert call("merge", ADAPTER, "--base", BASE, "-o", merged).code == 0
+    called = call(*(str(merged) if word == "MERGED" else word for word in typed), "-o", out, "--json")
+    assert called.code == 0, called.err
+    recorded = json.loads((out / "lora_tool.json").read_text())
+    for name, folder in hashed.items():
+        files = recorded["inputs"][name]["files"]
+        assert files
+        for file in files:
+            content = ((merged if folder == "MERGED" else Path(folder)) / file["name"]).read_bytes()
+            assert file["sha256"] == hashlib.sha256(content).hexdigest()
+            assert file["sha256"] in recorded["sha256"].values()
+    if recorded.get("modules"):
+        assert called.json["kept"] == recorded["kept"]
+        assert min(each["kept"] for each in recorded["modules"]) < recorded["kept"] < 1
+        assert call("verify", out).code == 0
 
 
 def test_a_changed_factor_is_found(call: Caller, tmp_path: Path) -> None:

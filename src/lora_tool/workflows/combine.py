@@ -13,7 +13,7 @@ from lora_tool.core.hub_names import ANYWHERE
 from lora_tool.core.options import option
 from lora_tool.plans.core.options import OUTPUT, IgnoreOptions, RankOptions, ResumableOptions
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
-from lora_tool.workflows.writing import carry_out, require_apart, require_output
+from lora_tool.workflows.writing import carry_out, hashing, require_apart, require_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +46,15 @@ def combine(adapters: Reference | Sequence[Reference], options: CombineOptions, 
     require_apart(out, options, *(each.root for each in opened))
     from lora_tool.plans.algebra.plan_combine import plan_combine  # while the values are read
 
-    plan = plan_combine(
-        opened,
-        weights=weights,
-        rank=options.rank,
-        keep=options.keep,
-        head_of=None if options.head_of is None else opened[place_of(options.head_of, names)],
-        base=options.base,
-        dtype=options.dtype,
-        ignore=options.ignore,
-    )
-    return carry_out(plan, out, options, caller)
+    with hashing(caller, *opened):
+        plan = plan_combine(
+            opened,
+            weights=weights,
+            rank=options.rank,
+            keep=options.keep,
+            head_of=None if options.head_of is None else opened[place_of(options.head_of, names)],
+            base=options.base,
+            dtype=options.dtype,
+            ignore=options.ignore,
+        )
+        return carry_out(plan, out, options, caller)

@@ -16,7 +16,7 @@ from lora_tool.plans.convert.peft_names import convertible
 from lora_tool.plans.core.options import OUTPUT, IgnoreOptions, ResumableOptions
 from lora_tool.rules.bases import named_base
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
-from lora_tool.workflows.writing import carry_out, require_apart, require_output
+from lora_tool.workflows.writing import carry_out, hashing, require_apart, require_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +61,18 @@ def convert(adapter: Reference, to: AdapterForm | str, options: ConvertOptions, 
     require_apart(out, options, found.adapter.root)
     from lora_tool.plans.convert.plan_convert import plan_convert  # after the inputs are known to be right
 
-    if options.base is None:
-        base, why = named_base(found.adapter)
-    else:
-        base, why = opened_model(options.base, near=found.adapter.root), ""
-    plan = plan_convert(
-        found.adapter,
-        to=form,
-        rebuilt=found.rebuilt,
-        base=base,
-        why_no_base=why,
-        reward=options.reward,
-        ignore=options.ignore,
-    )
-    return carry_out(plan, out, options, caller)
+    with hashing(caller, found.adapter):
+        if options.base is None:
+            base, why = named_base(found.adapter)
+        else:
+            base, why = opened_model(options.base, near=found.adapter.root), ""
+        plan = plan_convert(
+            found.adapter,
+            to=form,
+            rebuilt=found.rebuilt,
+            base=base,
+            why_no_base=why,
+            reward=options.reward,
+            ignore=options.ignore,
+        )
+        return carry_out(plan, out, options, caller)

@@ -12,7 +12,7 @@ from lora_tool.core.options import option
 from lora_tool.plans.core.options import OUTPUT, RankOptions, WritingOptions
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.resize import require_one_rank
-from lora_tool.workflows.writing import carry_out, require_apart, require_output
+from lora_tool.workflows.writing import carry_out, hashing, require_apart, require_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def extract(model: Reference, base: Reference, options: ExtractOptions, caller: 
     from lora_tool.execution.spool import FileSpool
     from lora_tool.plans.algebra.plan_extract import plan_extract
 
-    with staging_folder(out) as folder:
+    with staging_folder(out) as folder, hashing(caller, tuned, first):
         plan = plan_extract(
             tuned,
             first,

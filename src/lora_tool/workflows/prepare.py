@@ -23,7 +23,7 @@ from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.serving.named import server_named
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
-from lora_tool.workflows.writing import carry_out, require_apart, require_output
+from lora_tool.workflows.writing import carry_out, hashing, require_apart, require_output
 
 if TYPE_CHECKING:
     from lora_tool.plans.algebra.spool import Spool
@@ -69,7 +69,7 @@ def prepare(adapter: Reference, server: str, options: PrepareOptions, caller: Ca
     require_apart(out, options, opened.root)
     from lora_tool.plans.algebra.plan_prepare import plan_prepare  # while the values are read
 
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, hashing(caller, opened):
         plan = plan_prepare(
             opened,
             server,

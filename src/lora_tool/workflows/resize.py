@@ -11,7 +11,7 @@ from lora_tool.core.errors import WrongValue
 from lora_tool.core.options import option
 from lora_tool.plans.core.options import OUTPUT, IgnoreOptions, RankOptions, ResumableOptions
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
-from lora_tool.workflows.writing import carry_out, require_apart, require_output
+from lora_tool.workflows.writing import carry_out, hashing, require_apart, require_output
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,5 +40,6 @@ def resize(adapter: Reference, options: ResizeOptions, caller: Caller = LIBRARY)
     require_apart(out, options, opened.root)
     from lora_tool.plans.algebra.plan_combine import plan_resize  # while the values are read
 
-    plan = plan_resize(opened, rank=options.rank, keep=options.keep, dtype=options.dtype, ignore=options.ignore)
-    return carry_out(plan, out, options, caller)
+    with hashing(caller, opened):
+        plan = plan_resize(opened, rank=options.rank, keep=options.keep, dtype=options.dtype, ignore=options.ignore)
+        return carry_out(plan, out, options, caller)

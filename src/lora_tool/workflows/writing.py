@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.sources import Reference
 from lora_tool.core.engines import HERE, Spread
 from lora_tool.core.errors import WrongValue
@@ -62,6 +64,18 @@ def require_part(caller: Caller, options: WritingOptions, spread: Spread = HERE)
 
 def _resumes(options: WritingOptions) -> bool:
     return isinstance(options, ResumableOptions) and options.resume
+
+
+@contextlib.contextmanager
+def hashing(caller: Caller, *inputs: AdapterDir | ModelDir) -> Iterator[None]:
+    """Hash the inputs' weights beside the planning and the writing of what is made from them, if it is written here."""
+    if caller.dry_run or caller.part is not None:
+        yield
+        return
+    from lora_tool.execution.local_engine import hashed_meanwhile  # no dry run uses it
+
+    with hashed_meanwhile(file.path for each in inputs for file in each.weights.files):
+        yield
 
 
 def carry_out(plan: Plan, out: Path, options: WritingOptions, caller: Caller, spread: Spread = HERE) -> Done:

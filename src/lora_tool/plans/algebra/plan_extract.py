@@ -25,9 +25,9 @@ from lora_tool.models.model_tensors import module_names
 from lora_tool.plans.algebra.differing import Differing, differing
 from lora_tool.plans.algebra.factor_steps import zero_rows
 from lora_tool.plans.algebra.peft_config import PLAIN, rank_fields
-from lora_tool.plans.algebra.ranks import Ranks, equal_for_experts, keeping_little, least_kept
+from lora_tool.plans.algebra.ranks import Ranks, equal_for_experts, keeping_little, least_kept, total_kept
 from lora_tool.plans.algebra.spool import Spool
-from lora_tool.plans.algebra.whole_plan import described, stamps_of, tokenizer_files
+from lora_tool.plans.algebra.whole_plan import described, stamps_of, tokenizer_files, weights_of
 from lora_tool.plans.base.task import auto_class_for
 from lora_tool.plans.core.factor_ops import Beside, Columns
 from lora_tool.plans.core.ops import Assemble, Copy, Op, Precision, copied_as, row_ops
@@ -52,6 +52,11 @@ class Extracted(Struct, frozen=True, kw_only=True):
     noise: float
     largest: float
     kept: float
+
+    @property
+    def energy(self) -> float:
+        """‖D‖² beyond the rounding noise, of which `kept` is the share."""
+        return max(self.norm**2 - self.noise**2, 0.0)
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON data."""
@@ -122,6 +127,8 @@ def plan_extract(
         ),
         inputs=(*stamps_of((tuned, first), side_files), *spool.stamps()),
         precision=Precision.FLOAT32,
+        input_names={tuned.root: "model", first.root: "base"},
+        hashed=weights_of((tuned, first)),
         notes=tuple(_notes(tuned, first, modules, whole)),
         warnings=tuple(_warnings(modules)),
         manifest={
@@ -132,6 +139,7 @@ def plan_extract(
             "dtype": kind.value,
             "merged_adapters": [each for each in _merged(tuned) if each not in _merged(first)],
             "inputs": {name: described(each) for name, each in (("model", tuned), ("base", first))},
+            "kept": total_kept(modules),
             "modules": [each.as_json() for each in modules],
         },
     )
@@ -275,7 +283,7 @@ def _config(base: ModelDir, found: Differing, ranks: Mapping[str, int]) -> SideF
 def _notes(tuned: ModelDir, base: ModelDir, modules: Sequence[Extracted], whole: Sequence[Step]) -> Iterator[str]:
     yield f"extracting {tuned.root} from {base.root}: {counted(len(modules), 'module')} as LoRA, {counted(len(whole), 'tensor')} whole"
     if modules:
-        yield f"kept of the change beyond rounding: the least in {least_kept(modules)}"
+        yield f"kept {total_kept(modules):.4%} of the change beyond rounding; the least in {least_kept(modules)}"
         most = max(modules, key=lambda each: each.residual / each.norm if each.norm else 0.0)
         if most.norm:
             yield (

@@ -41,6 +41,10 @@ class Kept(Protocol):
     def kept(self) -> float:
         """The share that is kept of the change."""
 
+    @property
+    def energy(self) -> float:
+        """The square of the change's norm."""
+
 
 class ModuleRank(Struct, frozen=True, kw_only=True):
     """One module's ΔW before and after."""
@@ -87,15 +91,15 @@ def enough() -> float:
     return _ENOUGH
 
 
-def _total_kept(modules: Sequence[ModuleRank]) -> float:
-    """Return the share of the sum of all ‖ΔW‖² that is kept."""
+def total_kept(modules: Sequence[Kept]) -> float:
+    """Return the share of the sum of all ‖ΔW‖² that is kept; all where nothing is left out."""
     energy = math.fsum(each.energy for each in modules)
-    return 1 - math.fsum(each.discarded for each in modules) / energy if energy else 1.0
+    return math.fsum(each.kept * each.energy for each in modules) / energy if energy else 1.0
 
 
 def rank_lines(modules: Sequence[ModuleRank]) -> Iterator[str]:
     """Yield the summary: how much is kept, where the least is, and which rank would do."""
-    yield f"kept {_total_kept(modules):.4%} of ‖ΔW‖²; the least in {least_kept(modules)}"
+    yield f"kept {total_kept(modules):.4%} of ‖ΔW‖²; the least in {least_kept(modules)}"
     ranks = [each.enough for each in modules]
     yield (
         f"rank for {_ENOUGH:.0%} of ‖ΔW‖²: {sorted(ranks)[len(ranks) // 2]} in the median of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -21,7 +22,7 @@ from lora_tool.formats.manifest import fingerprint
 from lora_tool.formats.stored import same_values
 from lora_tool.models.ends import head_of
 from lora_tool.models.text_classes import text_class_of
-from lora_tool.plans.algebra.ranks import ModuleRank, rank_warnings
+from lora_tool.plans.algebra.ranks import ModuleRank, rank_warnings, total_kept
 from lora_tool.plans.core.manifest import adapters_in, describe_input, input_name
 from lora_tool.plans.core.ops import Copy, Precision
 from lora_tool.plans.core.plan import Plan
@@ -67,6 +68,7 @@ def adapter_plan(
         precision=Precision.FLOAT64,
         findings=findings,
         input_names={each.root: name for name, each in inputs.items()} if len(inputs) > 1 else {},
+        hashed=weights_of(adapters),
         warnings=tuple(rank_warnings(ranks)),
         notes=tuple(notes),
         manifest={
@@ -79,6 +81,7 @@ def adapter_plan(
                 },
                 **({} if base is None else {"base": described(base)}),
             },
+            "kept": total_kept(ranks),
             "modules": [each.as_json() for each in ranks],
         },
     )
@@ -87,6 +90,11 @@ def adapter_plan(
 def described(checkpoint: AdapterDir | ModelDir) -> Mapping[str, Any]:
     """Return the manifest's entry for an input."""
     return describe_input(source_of(checkpoint.root), checkpoint.weights, fingerprint(checkpoint.weights))
+
+
+def weights_of(inputs: Iterable[AdapterDir | ModelDir]) -> tuple[Path, ...]:
+    """Return the inputs' files of weights, each once: the manifest has their hashes."""
+    return tuple(dict.fromkeys(file.path for each in inputs for file in each.weights.files))
 
 
 def tokenizer_files(inputs: Sequence[AdapterDir | ModelDir]) -> Iterator[SideFile]:

@@ -27,7 +27,7 @@ from lora_tool.models.model_tensors import ModuleNames
 from lora_tool.plans.adapter.config_file import config_file
 from lora_tool.plans.algebra.plan_prepare import plan_prepare
 from lora_tool.plans.algebra.spool import Spool
-from lora_tool.plans.algebra.whole_plan import described, stamps_of
+from lora_tool.plans.algebra.whole_plan import described, stamps_of, weights_of
 from lora_tool.plans.convert.forms import AdapterForm
 from lora_tool.plans.convert.peft_names import PeftNames, modules_of, peft_names, way_out
 from lora_tool.plans.convert.plan_experts import plan_experts
@@ -133,7 +133,7 @@ def plan_convert(
             "ignored": list(ignored),
             "inputs": {"adapter": record, **({"base": described(base)} if base and model else {})},
         },
-        hashed=tuple(file.path for file in adapter.weights.files),
+        hashed=weights_of((adapter,)),
     )
 
 

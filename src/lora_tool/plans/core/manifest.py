@@ -88,6 +88,19 @@ def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
     return found
 
 
+def _inputs(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, Any]:
+    """Return the manifest's inputs, each file of weights with its hash."""
+    by_place = {(str(path.parent.resolve()), path.name): digest for path, digest in hashes.items()}
+    found = {}
+    for name, entry in plan.manifest.get("inputs", {}).items():
+        files = [
+            {**file, "sha256": by_place.get((entry["path"], file["name"]), file["sha256"])}
+            for file in entry.get("files", ())
+        ]
+        found[name] = {**entry, "files": files} if files else entry
+    return found
+
+
 def _named(reason: str, plan: Plan) -> str:
     """Return the reason with an input's name in the manifest for its folder."""
     for folder, name in plan.input_names.items():
@@ -113,6 +126,7 @@ def manifest_bytes(
     table = {
         "schema_version": SCHEMA_VERSION,
         **plan.manifest,
+        "inputs": _inputs(plan, hashes),
         "sha256": _by_name(plan, hashes),
         "precision": plan.precision.value,
         "arithmetic": arithmetic,
@@ -163,11 +177,13 @@ def is_written(plan: Plan, folder: Path) -> bool:
         return False
     if sizes != [shard.nbytes for shard in plan.shards]:
         return False
+    hashes = {path: sha256_of(path) for path in plan.hashed}
     known = {
         **plan.manifest,
         **_of_tensors(plan, {}),
         "precision": plan.precision.value,
-        "sha256": _by_name(plan, {path: sha256_of(path) for path in plan.hashed}),
+        "inputs": _inputs(plan, hashes),
+        "sha256": _by_name(plan, hashes),
     }
     ledger = raw.get("ledger")
     for entry in ledger if isinstance(ledger, list) else ():

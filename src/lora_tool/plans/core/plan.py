@@ -98,10 +98,10 @@ class Plan(Shown, Struct, frozen=True, kw_only=True):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Figures of the result that are known before it is written, as JSON data: those of a computed adapter's
-        modules, and how much of ΔW requantised weights keep.
+        """Figures of the result that are known before it is written, as JSON data: how much of ΔW a computed adapter
+        and its modules keep, and requantised weights.
         """
-        return {name: self.manifest[name] for name in ("modules", "requantised") if name in self.manifest}
+        return {name: self.manifest[name] for name in ("kept", "modules", "requantised") if name in self.manifest}
 
     def counts(self) -> dict[str, int]:
         """Return how many tensors each action has: of the output first, then of the inputs."""
