@@ -93,8 +93,8 @@ def _write(
         elif path.suffix:
             save(sheet(title, subtitle, maps, found, curves, footer=footer), path)
         else:
-            for name, *figure in _figures(maps, found, curves):
-                save(sheet(title, subtitle, *figure, footer=footer), in_folder(path, name))
+            for name, one_map, modules, logged in _figures(maps, found, curves):
+                save(sheet(title, subtitle, one_map, modules, logged, footer=footer), in_folder(path, name))
 
 
 def _figures(

@@ -280,16 +280,13 @@ def draw_curve(axes: Axes, panel: CurvePanel) -> None:
             axes.plot(steps, values, linewidth=0.7, alpha=0.35, color=colour)
             values = _smooth(values)
         dot = "o" if len(values) <= _FEW else None
-        axes.plot(steps, values, line, color=colour, linewidth=1.6, marker=dot, markersize=2.6, label=label)
+        (drawn,) = axes.plot(steps, values, line, color=colour, linewidth=1.6, marker=dot, markersize=2.6, label=label)
+        drawn.set_clip_on(False)  # what lies on an edge is drawn whole
     title(axes, panel.name)
     axes.grid(axis="y")
     axes.margins(x=0.02, y=0.08)
-    if "accurac" in panel.name and axes.get_ylim()[1] > 1 >= max(
-        value for points in panel.lines.values() for _, value in points
-    ):
-        axes.set_ylim(top=1)
-        for line in axes.lines:  # what lies on the edge is drawn whole
-            line.set_clip_on(False)
+    if "accurac" in panel.name and all(value <= 1 for points in panel.lines.values() for _, value in points):
+        axes.set_ylim(top=min(axes.get_ylim()[1], 1.0))
     number_axis(axes, "y", 5 if panel.main else 4)
     number_axis(axes, "x", 6 if panel.main else 3, whole=True)
     if len(panel.lines) > 1:
