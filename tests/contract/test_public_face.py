@@ -139,6 +139,8 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (lora_tool.merge, ("a",), {"adapters": "b"}, "merge() got `adapters` twice"),
     (lora_tool.combine, (["a"],), {}, "combine() needs `out`"),
     (lora_tool.convert, (), {"too": "mlx"}, "convert() has no argument `too` Did you mean 'to'?"),
+    (lora_tool.ls, ("a",), {"criterea": None}, "ls() has no argument `criterea` Did you mean 'criteria'?"),
+    (lora_tool.diff, ("a",), {}, "diff() needs `second`"),
 ]
 
 

@@ -18,6 +18,8 @@ from lora_tool.core.choices import suggestion
 from lora_tool.core.display import counted
 from lora_tool.core.errors import WrongCall, WrongValue
 
+_SHOWN = 3
+"""Arguments that a hint names before it stops."""
 Keywords = ParamSpec("Keywords")
 _Chosen = TypeVar("_Chosen", bound="Options")
 _First = TypeVar("_First")
@@ -154,6 +156,28 @@ def inferred(options: type[Options], *seen: object) -> dict[str, Any]:
     return {name: how.inferred(*seen) for name, (how, _) in declared(options).items() if how.inferred is not None}
 
 
+def named_in_errors(function: Callable[Keywords, _Result]) -> Callable[Keywords, _Result]:
+    """Return `function`, which answers a call with wrong arguments by a `WrongCall`."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*inputs: Keywords.args, **keywords: Keywords.kwargs) -> _Result:
+        _bound(function.__name__, signature, inputs, keywords)
+        return function(*inputs, **keywords)
+
+    return call
+
+
+def _bound(
+    name: str, signature: inspect.Signature, inputs: tuple[object, ...], keywords: Mapping[str, object]
+) -> dict[str, Any]:
+    """Return the arguments by their names. Raises `WrongCall` where they are not those of the signature."""
+    try:
+        return signature.bind(*inputs, **keywords).arguments
+    except TypeError:
+        raise _wrong_call(name, signature, inputs, keywords) from None
+
+
 def _wrong_call(
     name: str, signature: inspect.Signature, inputs: Sequence[object], keywords: Collection[str]
 ) -> WrongCall:
@@ -164,10 +188,11 @@ def _wrong_call(
     if unknown is not None:
         return WrongCall(f"{name}() has no argument `{unknown}`", hint=suggestion(unknown, known))
     if len(inputs) > len(leading):
-        others = [f"{each}=…" for each in known if each not in leading][:3]
+        others = [f"{each}=…" for each in known if each not in leading]
+        shown = [*leading, *others[:_SHOWN], *(["…"] if len(others) > _SHOWN else [])]
         return WrongCall(
             f"{name}() takes {counted(len(leading), 'argument')} without a name, found {len(inputs)}",
-            hint=f"name the others: {name}({', '.join([*leading, *others])}, …)",
+            hint=f"name the others: {name}({', '.join(shown)})",
         )
     twice = next((each for each in leading[: len(inputs)] if each in keywords), None)
     if twice is not None:
@@ -213,10 +238,7 @@ class called_with(Generic[Keywords, _Chosen]):  # noqa: N801 - a decorator
 
         @functools.wraps(function)
         def call(*inputs: Any, **keywords: Any) -> _Result:
-            try:
-                named = signature.bind(*inputs, **keywords).arguments
-            except TypeError:
-                raise _wrong_call(function.__name__, signature, inputs, keywords) from None
+            named = _bound(function.__name__, signature, inputs, keywords)
             given = [named.pop(each.name) for each in leading]
             return function(*given, self.options(**named))  # type: ignore[call-arg] # `named` are `Keywords`
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from lora_tool.core.display import counted, size
 from lora_tool.core.engines import Cluster
 from lora_tool.core.errors import ExecutionError, OutputExists, UnsupportedAdapter
+from lora_tool.core.options import named_in_errors
 from lora_tool.core.progress import Progress
 from lora_tool.core.records import Shown
 from lora_tool.core.report import Finding
@@ -204,6 +205,7 @@ def bytes_of(plan: Plan, share: Share) -> int:
     return sum(shard.data_bytes for shard in shards_of(plan, share)) + sum(check.nbytes for check in checks)
 
 
+@named_in_errors
 def execute_share(
     plan: Plan,
     out: str | os.PathLike[str],

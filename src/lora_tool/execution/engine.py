@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from lora_tool.core.engines import Spread
 from lora_tool.core.errors import ExecutionError, LoraToolError
+from lora_tool.core.options import named_in_errors
 from lora_tool.core.progress import Progress
 from lora_tool.core.report.model import refuse_errors
 from lora_tool.execution.at_work import at_work
@@ -51,6 +52,7 @@ FolderCheck = Callable[[Path], Mapping[str, Any]]
 """Called with the finished folder before the rename: returns an entry for the manifest, or raises to refuse the folder."""
 
 
+@named_in_errors
 def execute(
     plan: Plan,
     out: str | os.PathLike[str],

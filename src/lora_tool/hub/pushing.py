@@ -11,6 +11,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, constants
 from msgspec import Struct
 
 from lora_tool.core.errors import HubConflict, HubError, HubRefused, HubUnreachable
+from lora_tool.core.options import named_in_errors
 from lora_tool.hub.hashing import check_download, check_tree, mismatches, require_unchanged, with_hashes
 from lora_tool.hub.model import Pushed, PushFile, PushPlan, Remote
 from lora_tool.hub.options import MAIN, PushCheck
@@ -30,6 +31,7 @@ class _Landed(Struct, frozen=True, kw_only=True):
     changed: bool = True
 
 
+@named_in_errors
 def push(plan: PushPlan, *, check: PushCheck | str = PushCheck.TREE, progress: bool = False) -> Pushed:
     """Carry out `plan` and return the result. `progress` shows huggingface_hub's bars on stderr.
 

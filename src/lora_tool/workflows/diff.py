@@ -7,10 +7,12 @@ import shlex
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, require_whole, unexpected
 from lora_tool.checkpoints.sources import Reference, opened
 from lora_tool.core.errors import NotACheckpoint
+from lora_tool.core.options import named_in_errors
 from lora_tool.core.progress import StageWatch, unwatched
 from lora_tool.workflows.inspection.comparison import Comparison, compare_adapters, compare_models
 
 
+@named_in_errors
 def diff(first: Reference, second: Reference, *, watch: StageWatch = unwatched) -> Comparison:
     """Return how `second` differs from `first`, two adapters or two models, module by module: all weights are read.
 

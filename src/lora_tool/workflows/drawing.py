@@ -11,7 +11,8 @@ from lora_tool.core.errors import MissingDependency
 
 
 class Drawer(Struct, frozen=True, kw_only=True):
-    """What draws, to a file whose name says what it becomes: .png, .svg, .pdf or .html.
+    """What draws, to a file whose name says what it becomes: .png, .svg, .pdf or .html; a name without an ending is that
+    of a folder, which gets a file for each picture.
 
     Each picture raises `ExecutionError`, and `NotACheckpoint` where there is nothing to draw.
     """

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from lora_tool.checkpoints.sources import Wanted, located
 from lora_tool.core.display import as_html, counted, json_data, number, printable, size
+from lora_tool.core.options import named_in_errors
 from lora_tool.core.tables import Table
 from lora_tool.verification.validating import Criteria
 from lora_tool.workflows.inventory import FileRole, Inventory, Listed, inventory
@@ -83,6 +84,7 @@ class Listing(Struct, frozen=True, kw_only=True):
         return Table(columns=columns, rows=tuple(rows))
 
 
+@named_in_errors
 def ls(root: str | os.PathLike[str] = ".", *, criteria: Criteria | None = None) -> Listing:
     """Return every checkpoint under `root`, run by run, each with its verdict under the `criteria`, by default all rules.
 

@@ -13,6 +13,7 @@ from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_mode
 from lora_tool.core.display import counted
 from lora_tool.core.errors import WrongValue
 from lora_tool.core.keys import Part
+from lora_tool.core.options import named_in_errors
 from lora_tool.core.tensors import DType, float_type
 from lora_tool.formats.stored import same_values
 from lora_tool.plans.algebra.factor_steps import bias_steps, cancel_warnings, exact_type, padded_steps, small_warnings
@@ -29,6 +30,7 @@ from lora_tool.rules.judging import MergeJudge
 _OF_TOKENS = (Part.TOKENS_DELTA, Part.TOKENS_BASE)
 
 
+@named_in_errors
 def plan_combine(
     adapters: Reference | Sequence[Reference],
     *,
@@ -59,6 +61,7 @@ def plan_combine(
     return _planned("combine", opened, given, requested, kind, head_of=at, base=base, ignore=ignore)
 
 
+@named_in_errors
 def plan_resize(
     adapter: Reference,
     *,

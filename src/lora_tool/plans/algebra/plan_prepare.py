@@ -13,6 +13,7 @@ from lora_tool.checkpoints import ADAPTER_WEIGHTS, ModelDir
 from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
 from lora_tool.core.display import counted, named
 from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.options import named_in_errors
 from lora_tool.core.tensors import DType, float_type
 from lora_tool.formats.adapter_config import FILE_NAME, TOKENS_FIELDS
 from lora_tool.formats.files import json_bytes, parse_json
@@ -35,6 +36,7 @@ from lora_tool.rules.serving.named import server_named
 from lora_tool.rules.serving.together import TOWERS, lacking, outside_language
 
 
+@named_in_errors
 def plan_prepare(
     adapter: Reference,
     server: str,
