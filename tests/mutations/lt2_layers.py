@@ -41,6 +41,7 @@ EDITS = {
     "LT206 in a run": Edit(
         RUN,
         by=lambda folder: shutil.copytree(FIXTURES / "zero/stage3-reward/global_step2", folder / "global_step2"),
+        written={"latest": "global_step2"},
         changed={"*": edit.emptied},
     ),
     "LT201": Edit(CAUSAL, removed=["{Q_PROJ}.lora_B.weight"]),

@@ -383,6 +383,41 @@ def test_a_peft_model_that_was_saved_as_a_model(program: str, tmp_path: Path) ->
     assert all(torch.equal(one[name].float(), tensor.float()) for name, tensor in other.items())
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("model.safetensors", "model_1.safetensors"),
+        ("pytorch_model.bin", "pytorch_model_1.bin"),
+        ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"),
+        ("pytorch_model_fsdp_rank0.bin", "pytorch_model_fsdp_1_rank0.bin"),
+    ],
+)
+def test_of_two_models_in_one_save_one_is_chosen(first: str, second: str, made: Path, tmp_path: Path) -> None:
+    """As accelerate 1.15's `save_state` calls them (`save_accelerator_state`, `save_fsdp_model`)."""
+    modules = [trained(tiny_model("llama", "causal-lm"), seed=seed) for seed in (1, 2)]
+    (tmp_path / "save").mkdir()
+    for name, module in zip((first, second), modules, strict=True):
+        write = save_file if name.endswith(".safetensors") else torch.save
+        write({key: tensor.clone() for key, tensor in module.state_dict().items()}, tmp_path / "save" / name)
+    names = [
+        name.removesuffix("_rank0.bin").removesuffix(".bin").removesuffix(".safetensors") for name in (first, second)
+    ]
+    names[0] = "model" if names[0] == "pytorch_model" else names[0]
+    with pytest.raises(NotACheckpoint, match=f"holds the states of 2 models: {names[0]}, {names[1]}") as refused:
+        plan_consolidate(tmp_path / "save", adapter_config=made / "good")
+    assert refused.value.hint == f'choose: `tag="{names[1]}"`'
+    for name, module in zip(names, modules, strict=True):
+        out = execute(plan_consolidate(tmp_path / "save", adapter_config=made / "good", tag=name), tmp_path / name)
+        expected = get_peft_model_state_dict(module)
+        found = load_file(out / WEIGHTS)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    if "fsdp" not in first:
+        (finding,) = (each for each in validate(tmp_path / "save").findings if each.code == "LT114")
+        assert Path(finding.path).name == second
+        assert finding.hint == f"lora-tool consolidate {tmp_path / 'save'} --tag {names[1]}"
+
+
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 def test_shapes_of_flat_slices_follow_from_the_numbers_of_elements() -> None:
     """FSDP1's local state has no shapes: those of DoRA's magnitudes, of biases and of trained tokens are known too."""

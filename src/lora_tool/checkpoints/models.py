@@ -20,6 +20,8 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _READERS = {_WEIGHTS: read_single, _INDEX: read_sharded, _PICKLE: read_single, _PICKLE_INDEX: read_sharded}
 """The single file before the shards, safetensors before torch files: the order in which transformers chooses."""
+_OTHER_MODEL = re.compile(r"(?P<name>(?:pytorch_)?model_\d{1,3})\.(?:safetensors|bin)\Z")
+"""The second model of one training, and those after it, as accelerate's `save_state` calls them."""
 _SHARD = re.compile(r"(model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin)\Z")
 
 
@@ -52,6 +54,7 @@ def weights_in(folder: Folder) -> Weights:
     """Return the weights that transformers would load from the folder; their faults are in `problems`."""
     shards = list(filter(_SHARD.match, folder.files))
     found = next(filter(folder.files.__contains__, _READERS), None)
+    others = tuple(_stray(folder, name, _ANOTHER) for name in other_models(folder).values())
     if found is None and not shards:
         other_formats.refuse_files(folder, adapter=False)
         return without_weights(folder, _WEIGHTS)
@@ -60,20 +63,23 @@ def weights_in(folder: Folder) -> Weights:
         message = f"is missing, but {len(shards)} shards are there: without the index nothing says which of them belong together"
         return without_weights(folder, index, message)
     weights = _READERS[found](folder.root / found)
-    if not shards or weights.is_broken:
-        return weights
-    read = {file.path.name for file in weights.files}
-    stray = tuple(
-        Problem(
-            defect=Defect.STRAY_WEIGHTS,
-            path=str(folder.root / name),
-            message="is a weights file that no index names; transformers ignores it",
-            fatal=False,
-        )
-        for name in shards
-        if name not in read
-    )
-    return replace(weights, problems=(*weights.problems, *stray))
+    if not weights.is_broken:
+        read = {file.path.name for file in weights.files}
+        unnamed = "is a weights file that no index names; transformers ignores it"
+        others += tuple(_stray(folder, name, unnamed) for name in shards if name not in read)
+    return replace(weights, problems=(*weights.problems, *others))
+
+
+def other_models(folder: Folder) -> dict[str, str]:
+    """Return name → file of the further models that a training saved with the model in the folder."""
+    return {match["name"]: name for name in folder.files if (match := _OTHER_MODEL.match(name))}
+
+
+def _stray(folder: Folder, name: str, message: str) -> Problem:
+    return Problem(defect=Defect.STRAY_WEIGHTS, path=str(folder.root / name), message=message, fatal=False)
+
+
+_ANOTHER = "is another model of the same training; transformers ignores it"
 
 
 BASE_MODEL = Kind(name="base model", sign=model_config.FILE_NAME, command="validate", recognise=_recognise, open=_open)
@@ -85,12 +91,13 @@ TRAINED_MODEL = replace(BASE_MODEL, name="trainer checkpoint")
 # DeepSpeed's `zero_to_fp32.py` and `save_16bit_model` write such files of LoRA runs, and accelerate's `merge-weights`.
 # Only the names of the tensors tell them from a model's: the kind is not in the registry, which goes by names of files.
 
-_MODEL_FILE = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)\Z")
+_MODEL_FILE = re.compile(r"(model|pytorch_model)(_\d{1,3}|-\d{5}-of-\d{5})?\.(safetensors|bin)\Z")
 
 
 def unmerged_model(found: ModelDir) -> ShardedDir | None:
-    """Return the training state that a folder holds in place of a model, None for a model."""
-    return open_here(UNMERGED_MODEL, _MODEL_FILE, found.folder) if any(map(has_lora_factor, found.tensors)) else None
+    """Return the training state that a folder holds in place of a model, or beside it; None for a model alone."""
+    held = any(map(has_lora_factor, found.tensors)) or other_models(found.folder)
+    return open_here(UNMERGED_MODEL, _MODEL_FILE, found.folder) if held else None
 
 
 UNMERGED_MODEL: ShardedKind = ShardedKind(

@@ -48,8 +48,8 @@ def convert(adapter: Reference, to: AdapterForm | str, options: ConvertOptions, 
     """Write `adapter`, PEFT's or MLX-LM's, in the format `to`, with every value as it is.
 
     "peft" gives tensors the names that PEFT loads, "mlx" is MLX-LM's format, "peft-experts" and "peft-fused" have LoRA
-    on experts one by one, or fused.     Raises `FindingsFound`, `CheckpointError`, `PlanError` for what has no such form, `ExecutionError`,
-    `VerificationFailed`, `WrongValue`.
+    on experts one by one, or fused. Raises `FindingsFound`, `CheckpointError`, `PlanError` for what has no such form,
+    `ExecutionError`, `VerificationFailed`, `WrongValue`.
     """
     form = AdapterForm(to)
     if options.reward and form is not AdapterForm.PEFT:

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from lora_tool.checkpoints import ShardedDir
 from lora_tool.checkpoints.fsdp import CUT_FILE
-from lora_tool.checkpoints.models import weights_in
+from lora_tool.checkpoints.models import other_models, weights_in
 from lora_tool.checkpoints.states.file_facts import NumberedFiles
 from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, size_near
-from lora_tool.checkpoints.states.tags import require_tag_here
+from lora_tool.checkpoints.states.tags import choose_model, require_tag_here
 from lora_tool.core.display import counted
 from lora_tool.core.errors import Defect
 from lora_tool.core.tensors import DType, StoredTensor, TensorTable
 from lora_tool.formats.cut_safetensors import CutModel, assemble_cut, read_cut_safetensors
 from lora_tool.formats.partitions import Role, StateEntry
+from lora_tool.formats.weights import read_single
 from lora_tool.models.ends import is_input
 
 _LAST_NORM = re.compile(r"(\A|\.)(norm|ln_f|final_layer_?norm)\.weight\Z")
@@ -111,12 +112,13 @@ class WholeState(TrainingState, frozen=True, kw_only=True):
 
 def whole_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
     """Return the state in the files of a model; see `training_state`."""
-    require_tag_here(checkpoint, tag)
-    folder, weights = checkpoint.root, weights_in(checkpoint.folder)
+    folder, others = checkpoint.root, other_models(checkpoint.folder)
+    file = others.get(choose_model(checkpoint, ("model", *others), tag))
+    weights = weights_in(checkpoint.folder) if file is None else read_single(folder / file)
     return WholeState(
         root=folder,
         folder=folder,
-        title=f"{checkpoint.kind} {folder}, {counted(len(weights.files), 'file')}",
+        title=f"{checkpoint.kind} {folder if file is None else folder / file}, {counted(len(weights.files), 'file')}",
         entries={name: StateEntry(role=Role.SAVED, shape=tensor.shape) for name, tensor in weights.tensors.items()},
         without_values=base_layers_left_out(weights.tensors),
         problems=tuple(each for each in weights.problems if each.fatal or each.defect is Defect.FOREIGN_CALL),

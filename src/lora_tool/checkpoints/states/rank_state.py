@@ -16,10 +16,9 @@ from lora_tool.checkpoints.state_file import STATE_FILE
 from lora_tool.checkpoints.states.dcp_state import flat_shapes
 from lora_tool.checkpoints.states.file_facts import FileFacts, NumberedFiles, SavedTags
 from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, size_near
-from lora_tool.checkpoints.states.tags import choose_tag, is_critic, require_tag_here
+from lora_tool.checkpoints.states.tags import choose_model, choose_tag, is_critic
 from lora_tool.checkpoints.verl import MODEL_FILE, POINTER, ranks_of
 from lora_tool.core.display import counted
-from lora_tool.core.errors import UnsupportedCheckpoint
 from lora_tool.core.tensors import DType, Span, StoredTensor, TensorTable
 from lora_tool.formats.distributed_tensors import DistributedTensor
 from lora_tool.formats.partitions import Role, StateEntry
@@ -154,15 +153,12 @@ def torch_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingSt
     if checkpoint.kind is STATE_FILE:
         path, module = root / names[0], tag if tag != "." else None
         return _state(checkpoint, ".", {0: path}, title=f"training state {path}", alone=True, module=module)
-    require_tag_here(checkpoint, tag)
     alone = checkpoint.kind is FSDP_FULL
     pattern = FULL_FILE if alone else RANK_FILE
     matches = [match for name in names if (match := pattern.match(name))]
-    models = {match["model"] for match in matches}
-    if len(models) > 1:
-        message = f"{root} holds the states of {len(models)} models"
-        raise UnsupportedCheckpoint(message, hint="move the files of the one that you want into another folder")
-    paths = {0 if alone else int(match["rank"]): root / match.string for match in matches}
+    models = {f"pytorch_model_fsdp_{match['model'] or ''}".rstrip("_"): match["model"] for match in matches}
+    model = models[choose_model(checkpoint, sorted(models), tag)]
+    paths = {0 if alone else int(match["rank"]): root / match.string for match in matches if match["model"] == model}
     title = (
         f"FSDP full state dict {paths[0]}" if alone else f"FSDP checkpoint {root}, {counted(len(paths), 'rank file')}"
     )

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from lora_tool.checkpoints import ShardedDir
 from lora_tool.core.errors import NotACheckpoint
 from lora_tool.core.progress import decided
+
+_MODEL = re.compile(r"pytorch_model(?:_\d{1,3})?\Z")
+"""The tags that accelerate's `save_state` gives the models of one step."""
 
 
 def choose_tag(
@@ -16,6 +22,9 @@ def choose_tag(
     the framework's word for tags. Raises `NotACheckpoint` where there is no such tag, or no way to choose.
     """
     tags = tuple(checkpoint.rank_files)
+    models = tuple(filter(_MODEL.match, tags))
+    if tag is None and not or_newest and len(models) > 1:  # `latest` names the one that was saved last
+        return choose_model(checkpoint, models, None)
     trained = [name for name in tags if not is_critic(name)] or list(tags)
     wanted = tag or checkpoint.latest or (trained[0] if len(trained) == 1 else None)
     # verl's are roles in steps, or folders in these roles; the actor's come first
@@ -39,6 +48,24 @@ def choose_tag(
 def is_critic(tag: str) -> bool:
     """Return whether a tag is that of verl's critic, a value model beside the one that is trained to answer."""
     return "critic" in tag.split("/")
+
+
+def choose_model(checkpoint: ShardedDir, models: Sequence[str], tag: str | None) -> str:
+    """Return which of the models of one save is wanted: the requested one, else the only one.
+
+    `models` are the names of their files, without numbers of ranks and endings. Raises `NotACheckpoint` where there is
+    no such model, or no way to choose.
+    """
+    wanted = None if tag in (None, ".") else str(tag).removesuffix(".safetensors").removesuffix(".bin")
+    if wanted in models:
+        return str(wanted)
+    if len(models) > 1:
+        raise NotACheckpoint(
+            f"{checkpoint.root} holds the states of {len(models)} models: {', '.join(models)}",
+            hint=f'choose: `tag="{models[-1]}"`',
+        )
+    require_tag_here(checkpoint, tag)
+    return models[0]
 
 
 def require_tag_here(checkpoint: ShardedDir, tag: str | None) -> None:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from lora_tool.checkpoints import AdapterDir
 from lora_tool.checkpoints.folders import listed
+from lora_tool.checkpoints.models import other_models
 from lora_tool.checkpoints.nearby import consolidate_command, training_state_near
 from lora_tool.checkpoints.registry import holds_rank_files
 from lora_tool.core.display import counted
@@ -267,15 +268,22 @@ def bad_json(subject: Subject) -> Iterator[Fault]:
 
 @rule("LT114", Severity.WARNING, on=Subject, about=Defect.STRAY_WEIGHTS)
 def stray_weights(subject: Subject) -> Iterator[Fault]:
-    """A weights file that the index does not name.
+    """A weights file that is not part of the model.
 
-    What it does: Looks for `model-0000N-of-0000M.safetensors` files that the index does not name.
-    Why it matters: It is left over from an earlier save with another number of files. transformers ignores it, but
-    every push or copy of the folder takes it along, and it may be the newer one.
+    What it does: Looks for `model-0000N-of-0000M.safetensors` files that the index does not name, and for the further
+    models that accelerate's `save_state` calls `model_1.safetensors`.
+    Why it matters: It is left over from an earlier save with another number of files, or it is a second model of the
+    same training. transformers ignores it, but every push or copy of the folder takes it along, and it may be the one
+    that is wanted.
     Example: A model of two files was saved over one of five, and three of the old files remain.
     What to do: Check that the index names the right files, then remove this one.
     """
-    return defects(subject, Defect.STRAY_WEIGHTS)
+    root = str(subject.checkpoint.root)
+    others = {file: name for name, file in other_models(subject.checkpoint.folder).items()}
+    for fault in defects(subject, Defect.STRAY_WEIGHTS):
+        name = others.get(Path(str(fault.path)).name)
+        command = name and shlex.join(["lora-tool", "consolidate", root, "--tag", name])
+        yield replace(fault, hint=command or fault.hint)
 
 
 _WITH_INDEX = "copy or download the index too, from where the shards come from (hf download continues where it stopped)"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_tool.checkpoints.models import other_models
 from lora_tool.core.display import counted
 from lora_tool.core.errors import CorruptFile
 from lora_tool.core.keys import has_lora_factor
@@ -93,7 +94,8 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     adapter, take it out of these weights: `lora-tool consolidate MODEL`.
     """
     expected = subject.expected or {}
-    command = f"lora-tool consolidate {shlex.quote(str(subject.checkpoint.root))}"
+    which = ["--tag", "model"] if other_models(subject.checkpoint.folder) else []
+    command = shlex.join(["lora-tool", "consolidate", str(subject.checkpoint.root), *which])
     hint = f"take the adapter out, then merge it: {command}" if any(map(has_lora_factor, subject.tensors)) else None
     left = [name for name in subject.tensors if name not in expected and _ADAPTER_NAME.search(name)]
     if left:
