@@ -20,6 +20,7 @@ from lora_tool.core.choices import closest
 from lora_tool.core.errors import CorruptFile
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_text
+from lora_tool_train.foreign import meant_by
 from lora_tool_train.job import GuardSettings
 from lora_tool_train.methods import Method
 from lora_tool_train.traps import CODES, BadRunConfig
@@ -43,6 +44,8 @@ class RunConfig(Struct, frozen=True, kw_only=True):
     """Every option of TRL with its value, as TRL's parser reads it."""
     given: frozenset[str] = frozenset()
     """Names of the options that file or command line give."""
+    typed: frozenset[str] = frozenset()
+    """Those of the command line."""
     launch: Sequence[str] = ()
     """The command line of `accelerate launch`."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -52,6 +55,10 @@ class RunConfig(Struct, frozen=True, kw_only=True):
         """Return the option as text, None where it is not given or null."""
         value = self.options.get(name) if name in self.given else None
         return None if value is None or str(value).lower() in ("none", "null") else str(value)
+
+    def where(self, name: str) -> str:
+        """Return the place that gives the option: what is typed wins over the file."""
+        return "command line" if name in self.typed or self.path is None else str(self.path)
 
     @property
     def output(self) -> Path:
@@ -83,11 +90,13 @@ def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> 
     typed, rest = parser.parse_known_args(list(words), blank)
     parser.set_defaults_with_config(**file)
     extra = {name: value for name, value in table.items() if name not in names}
+    on_line = frozenset(name for name, value in vars(typed).items() if value is not _ABSENT)
     return RunConfig(
         method=method,
         path=path,
         options=vars(parser.parse_known_args(list(words))[0]),
-        given=frozenset({name for name, value in vars(typed).items() if value is not _ABSENT} | file.keys()),
+        given=on_line | file.keys(),
+        typed=on_line,
         launch=_launch(extra, rest, known),
         env={str(name): str(value) for name, value in env.items()},
         guard=guard,
@@ -98,7 +107,9 @@ def _mapping(path: Path) -> Mapping[str, Any]:
     import yaml  # only where a run is read
 
     try:
-        raw = yaml.safe_load(read_text(path, limit=_MAX_BYTES))
+        text = read_text(path, limit=_MAX_BYTES)
+        _once(yaml.compose(text, Loader=yaml.SafeLoader), path)
+        raw = yaml.safe_load(text)
     except CorruptFile as error:
         raise BadRunConfig(str(error)) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a date or number that is none
@@ -108,6 +119,16 @@ def _mapping(path: Path) -> Mapping[str, Any]:
     if not isinstance(raw, Mapping) or not all(isinstance(name, str) for name in raw):
         raise BadRunConfig(f"{path}: expected a mapping of option names to values, found {type(raw).__name__}")
     return raw
+
+
+def _once(node: Any, path: Path) -> None:
+    """Return if no option is given twice, of which YAML takes the last. Raises `BadRunConfig`."""
+    names: list[Any] = []
+    for key, value in node.value if getattr(node, "id", "") == "mapping" else ():
+        if key.value in names:
+            raise BadRunConfig(f"{path}: `{key.value}` is given twice", hint="remove one of the two lines")
+        names.append(key.value)
+        _once(value, path)
 
 
 def _guard(fields: Fields) -> GuardSettings:
@@ -120,7 +141,8 @@ def _guard(fields: Fields) -> GuardSettings:
 
 def _unknown_option(name: str, known: Collection[str], where: str) -> BadRunConfig:
     close = closest(name, known)
-    hint = f"did you mean `{close}`?" if close else "neither TRL nor accelerate has such an option"
+    like = f"did you mean `{close}`?" if close else "neither TRL nor accelerate has such an option"
+    hint = meant_by(name, known) or like
     return BadRunConfig(f"{where}: unknown option `{name}`", hint=hint)
 
 

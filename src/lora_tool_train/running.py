@@ -118,11 +118,16 @@ def resumed(run: RunConfig, resume: str | None) -> ResumeChoice:
     return choice
 
 
+def refusal(run: RunConfig, found: Sequence[Finding]) -> Finding | None:
+    """Return the finding for which the run does not start, None if it does."""
+    return next((item for item in found if item.severity is Severity.ERROR and run.guard.mode == "stop"), None)
+
+
 def train(run: RunConfig, choice: ResumeChoice, found: Sequence[Finding], *, dry_run: bool) -> Ended:
     """Return how it ended: refused here, or as the workers and what they saved show."""
-    refusal = next((item for item in found if item.severity is Severity.ERROR and run.guard.mode == "stop"), None)
-    if refusal is not None:
-        return Ended(refused=refusal, before=tuple(found))
+    refused = refusal(run, found)
+    if refused is not None:
+        return Ended(refused=refused, before=tuple(found))
     job = TrainingJob(guard=run.guard, ours=True, dry_run=dry_run)
     is_new, good = not run.output.exists(), False
     try:
@@ -168,6 +173,8 @@ def summarise(run: RunConfig, ended: Ended, *, dry_run: bool) -> None:
     """Print what a good training did, and what is typed next."""
     facts, name = ended.facts, run.method.name
     if dry_run:
+        for line in ("the first row, [[labels]] in brackets:", *facts["row"]) if facts.get("row") else ():
+            click.echo(printable(line))
         click.echo(f"{name}: ready to train, {ended.counts()}")
         return
     moved = f", parameters moved by {facts['moved']:.3g}" if facts.get("moved") is not None else ""

@@ -47,7 +47,7 @@ def command(
     """
     from lora_tool_train.checks import require_inputs, static_findings, with_task_type
     from lora_tool_train.config import read_run_config
-    from lora_tool_train.running import resumed, summarise, train
+    from lora_tool_train.running import refusal, resumed, summarise, train
 
     require_packages(PACKAGES, extra="train")
     typed = read_run_config(METHODS[method], config, options)
@@ -58,8 +58,9 @@ def command(
     choice = resumed(run, resume)
     checked = static_findings(run) if run.guard.mode != "off" else ()
     found = [item for item in (*choice.skipped, *checked) if item.code not in run.guard.ignore]
-    for item in found:
-        tell(str(item.severity), f"{item.code}: {item.path}: {f'{item.subject} ' * bool(item.subject)}{item.message}")
+    for item in (item for item in found if item is not refusal(run, found)):  # which is printed last
+        place = f"{item.path}: " * bool(item.path) + f"{item.subject} " * bool(item.subject)
+        tell(str(item.severity), f"{item.code}: {place}{item.message}")
         tell("  hint", str(item.hint))
     ended = train(run, choice, found, dry_run=dry_run)
     code = ended.show(as_json=as_json, method=method)

@@ -22,23 +22,29 @@ ERRORS = {
     "reward-infinite": "a reward is infinite ({functions}), so no completion of its prompt has an advantage",
     "reward-constant": "all completions of a prompt get the same reward (mean {reward:.3g}), so no advantage and no "
     "gradient",
-    "reward-cancels": "the weighted sum of the rewards is {reward:.3g} for every completion, although each reward "
-    "varies: {functions}",
+    "reward-cancels": "the weighted sum of the rewards is {reward:.3g} for every completion, although {functions} varies",
     "all-masked": "every completion reaches max_completion_length, and mask_truncated_completions excludes them all "
     "from the loss",
     "no-gradient": "{why}",
     "no-margin": "chosen and rejected get the same reward in every row ({reward:.3g}); the loss falls without a preference",
     "never-moved": "none of {count} trained parameters changed in {steps} steps",
+    "no-labels": "{share} rows that were read have no label (all are -100), so they teach nothing",
+    "learning-rate": "{why}",
+    "resume-differs": "cannot be resumed from with these options: {why}",
     "not-saved": "the first saved checkpoint lacks the trained weights: {why}",
     "bad-result": "{why}",
 }
 WARNINGS = {
     "peft-off": "is given without use_peft, so TRL ignores it and trains the whole model ({count} such options)",
     "fp16-weights": "{what} float16: one activation above 65504 makes the loss NaN, and loss scaling cannot prevent it",
+    "unmatched-target": "{entry} names no module of the model, so nothing is trained for it",
+    "eos-masked": "{token} is in {share} rows that were read, and a label in none ({why}): the model does not learn to stop",
     "one-label": "label is {label} in all of {count} rows: KTO learns from the difference",
     "signal-lost": "no signal since step {since}: {why}",
     "unusable-checkpoint": "passed over: {why}",
 }
+LOW = 2e-6
+"""A learning rate below it is full training's: TRL's default for preferences and rewards is 1e-6."""
 CODES = ERRORS | WARNINGS
 """Code → its message, in which what was seen takes its place. A run with one of `ERRORS` is refused, or stopped."""
 

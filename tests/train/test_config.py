@@ -10,6 +10,7 @@ import pytest
 
 from lora_tool_train.checks import require_inputs, static_findings, with_task_type
 from lora_tool_train.config import RunConfig, read_run_config, trl_parser
+from lora_tool_train.foreign import INSTEAD, NAMES, meant_by
 from lora_tool_train.init_command import first_run
 from lora_tool_train.methods import METHODS
 from lora_tool_train.results import ResumeChoice
@@ -40,6 +41,8 @@ def test_every_flag_of_accelerate_is_one(tmp_path: Path) -> None:
         ("lora_rr: 8", (), "lora_rr", "lora_r"),
         ("learning_rat: 1", (), "learning_rat", "learning_rate"),
         ("", ("--max_stepz", "3"), "max_stepz", "max_steps"),
+        ("torch_dtype: auto", (), "torch_dtype", "dtype"),
+        ("", ("--lora_rank", "8"), "lora_rank", "lora_r"),
         ("num_proceses: 2", (), "num_proceses", "num_processes"),
         ("lora_tool: {gaurd: {}}", (), "gaurd", "guard"),
         ("lora_tool: {guard: {windw: 3}}", (), "windw", "window"),
@@ -65,6 +68,8 @@ def test_a_typo_is_named_with_what_was_meant(
         ("lora_tool: {guard: {window: 0}}", "window`: expected int of at least 1"),
         ("lora_tool: [1]", "expected table"),
         ("accelerate_config: zero9", "zero9"),
+        ("seed: 1\nlora_r: 8\nseed: 2", "run.yaml: `seed` is given twice"),
+        ("lora_tool: {guard: {window: 1, window: 2}}", "`window` is given twice"),
         ("multi_gpu: perhaps", "expected true or false"),
         ("num_processes: many", "accelerate does not accept the options: .*many"),
         ("env: 3", "expected table"),
@@ -73,6 +78,25 @@ def test_a_typo_is_named_with_what_was_meant(
 def test_what_cannot_be_meant_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(BadRunConfig, match=message):
         read(tmp_path, text)
+
+
+@pytest.mark.filterwarnings("default")
+def test_names_from_elsewhere_lead_to_options_that_there_are() -> None:
+    options = {action.dest for method in ("sft", "grpo") for action in trl_parser(METHODS[method])._actions}
+    assert {*NAMES.values()} <= options
+    assert not options & (NAMES.keys() | INSTEAD.keys())
+    for name, written in INSTEAD.items():
+        option = written.partition(":")[0]
+        assert option in options | {"env"} or " " in option or option == "nothing", name
+    assert meant_by("max_seq_length", {"lr"}) is None  # grpo has no max_length
+
+
+def test_the_place_and_the_form_are_those_of_what_was_given(tmp_path: Path) -> None:
+    text = "use_peft: true\nlora_task_type: CAUSAL_LM"
+    (found,) = static_findings(read(tmp_path, text))
+    assert (found.path, found.hint) == (str(tmp_path / "run.yaml"), "lora_task_type: SEQ_CLS")
+    (found,) = static_findings(read(tmp_path, text, "--lora_task_type", "CAUSAL_LM"))
+    assert (found.path, found.hint) == ("command line", "--lora_task_type SEQ_CLS")
 
 
 @pytest.mark.parametrize("instead", ["/dev/zero", "fifo"])
@@ -156,7 +180,8 @@ def test_arguments_that_are_no_options(tmp_path: Path, typed: tuple[str, ...]) -
         ("reward", "use_peft: true\nlora_task_type: SEQ_CLS", set()),
         ("reward", "use_peft: true", set()),
         ("reward", "use_peft: true\nlora_task_type: null", {"task-type"}),
-        ("sft", "use_peft: true\nlora_task_type: SEQ_CLS", {"task-type"}),
+        ("sft", "use_peft: true\nlora_task_type: SEQ_CLS", {"task-type", "learning-rate"}),  # TRL's 2e-5
+        ("sft", "use_peft: true\nlearning_rate: 2e-5", set()),
         ("sft", "use_peft: false\nlora_task_type: SEQ_CLS", set()),
         ("sft", "lora_r: 8", {"peft-off"}),
     ],
