@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from lora_tool_train.job import TrainingStatus
 from lora_tool_train.logbook import DryRunDone, this_process
 from lora_tool_train.methods import METHODS, Method
 from lora_tool_train.results import clear_output, lost_in
+from lora_tool_train.resuming import resume_findings
+from lora_tool_train.rows import label_findings, one_row, read_rows
 from lora_tool_train.traps import trap
 
 _SCALER_PATIENCE = 20
@@ -70,6 +72,12 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         self._skipped = 0
         self._has_saved = False
 
+    def on_init_end(self, args: Any, *_: Any, model: Any = None, **__: Any) -> None:
+        """Judge the checkpoint that `train` resumes from, before the Trainer loads what fits of it."""
+        wanted = getattr(args, "resume_from_checkpoint", None)
+        if self.watches and isinstance(wanted, str) and Path(wanted).is_dir() and hasattr(model, "peft_config"):
+            self.book.judge(resume_findings(model, Path(wanted)))
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:  # noqa: ARG002
         self.args, self.state, self.model = args, state, model
         self.book.facts["outputs"] = sorted({*self.book.facts["outputs"], str(Path(args.output_dir).resolve())})
@@ -78,8 +86,9 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
         self.tracker.batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._sharded = _is_sharded(args)
         if self.watches and model is not None:
-            args.logging_nan_inf_filter = False  # it shows a NaN loss as 0.0
-            self.book.judge(self._checks(args, extract_model_from_parallel(model), rest.get("train_dataloader")))
+            if self._sharded and not args.max_grad_norm:
+                args.logging_nan_inf_filter = False  # there is no gradient to see, and it shows a NaN loss as 0.0
+            self._judge(args, state, extract_model_from_parallel(model), rest)
         if self.book.job.dry_run:
             raise DryRunDone
         if self.book.job.ours and state.is_world_process_zero:
@@ -90,11 +99,29 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             if sum(p.numel() for p in trained.values()) <= _SNAPSHOT:
                 self.start = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
 
-    def _checks(self, args: Any, model: Any, loader: Any) -> Iterator[Finding]:
+    def _judge(self, args: Any, state: Any, model: Any, rest: Mapping[str, Any]) -> None:
+        if hasattr(model, "peft_config"):
+            self.book.remember_adapters(model)
+            if state.global_step and not args.resume_from_checkpoint:  # which was judged before it was loaded
+                self.book.judge(resume_findings(model, Path(args.output_dir) / f"checkpoint-{state.global_step}"))
+        loader: Any = rest.get("train_dataloader")
+        words = rest.get("processing_class") or getattr(loader, "collate_fn", None)
+        words = getattr(words, "tokenizer", words)
+        rows = read_rows(loader)
+        if self.book.job.dry_run and words is not None:
+            self.book.facts["row"] = one_row(loader, rows, words)
+        self.tracker.unlabelled = bool(rows) and not any(row.has_labels for row in rows)
+        self.tracker.remember(state.log_history, state.global_step)
+        self.book.judge(self._checks(args, state, model, rest))
+        self.book.judge(label_findings(rows, words, are_all=bool(rows) and len(rows) == len(loader.dataset)))
+
+    def _checks(self, args: Any, state: Any, model: Any, rest: Mapping[str, Any]) -> Iterator[Finding]:
+        loader = rest.get("train_dataloader")
         yield from live_checks.model_findings(model, getattr(loader, "collate_fn", None), args, sharded=self._sharded)
         method, data = self.tracker.method, getattr(loader, "dataset", None)
         if method is not None and hasattr(data, "select") and hasattr(data, "column_names"):
             yield from live_checks.row_findings(method, data)
+        yield from live_checks.rate_findings(model, rest.get("lr_scheduler"), state.max_steps)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:  # noqa: ARG002
         if self._sharded or model is None or not self.watches:
@@ -110,7 +137,7 @@ class Guard(TrainerCallback):  # type: ignore[misc] # transformers is not typed
             self._stop(trap("nan-gradients", None, what=what))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        if state.global_step >= state.max_steps and not self.tracker.last_step and self.watches:
+        if state.global_step >= state.max_steps and not self.tracker.has_seen and self.watches:
             control.should_log = True  # a run shorter than logging_steps would end without a figure to judge it by
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from lora_tool.cli.options import Sectioned, json_option
+from lora_tool.cli.terminal import tell
 from lora_tool.core.display import counted, printable
 from lora_tool.core.errors import require_packages
 from lora_tool_train.traps import TrainingFailed
@@ -62,7 +63,13 @@ def command(words: tuple[str, ...], *, mode: str, window: int, ignore: tuple[str
     job = TrainingJob(guard=GuardSettings(mode=mode, window=window, ignore=codes))
     code, outcomes = run_guarded(words, job, own_stdout=not as_json)
     outputs = sorted({Path(path) for outcome in outcomes for path in outcome.facts["outputs"]})
-    saved = tuple(saved_in(outputs, since=begun - 1))
+    trained: dict[str, bool] = {}
+    for outcome in outcomes:
+        for name, is_trained in outcome.facts.get("adapters", {}).items():
+            trained[name] = trained.get(name, False) or is_trained
+    saved = tuple(saved_in(outputs, since=begun - 1, trained=trained))
+    hint = next((outcome.hint for outcome in outcomes if outcome.status is TrainingStatus.FAILED), None)
+    outcomes = [outcome for outcome in outcomes if outcome.status is not TrainingStatus.FAILED]
     stopped = any(outcome.status is TrainingStatus.STOPPED for outcome in outcomes)
     ended = Ended(code=code, outcomes=outcomes, saved=saved if stopped or not code else ())
     shown = ended.show(as_json=as_json, command=list(words), exit_code=code)
@@ -71,6 +78,8 @@ def command(words: tuple[str, ...], *, mode: str, window: int, ignore: tuple[str
     if code:
         how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         click.echo(f"error: {printable(words[0])} failed with {how}; see its output above", err=True)
+        if hint:
+            tell("hint", hint)
         return code if code > 0 else 128 - code  # as a shell has it
     if not outcomes:
         raise TrainingFailed(
@@ -78,6 +87,8 @@ def command(words: tuple[str, ...], *, mode: str, window: int, ignore: tuple[str
             hint="run it with the Python environment that has lora-tool",
         )
     if not as_json:
-        results = counted(len(saved), "result")
-        click.echo(f"guarded {printable(words[0])}: {ended.counts()}, {results} checked", err=True)
+        others = sorted({item.unchecked for item in saved if item.unchecked})
+        results = f"{counted(sum(not item.unchecked for item in saved), 'result')} checked"
+        results += f", {', '.join(others)} not" if others else ""
+        click.echo(f"guarded {printable(words[0])}: {ended.counts()}, {results}", err=True)
     return 0

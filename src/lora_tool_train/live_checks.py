@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from lora_tool.core.choices import closest
 from lora_tool.core.report import Finding, Severity
 from lora_tool.models.ends import CLASSIFICATION_HEADS
 from lora_tool_train.methods import Method
-from lora_tool_train.traps import trap
+from lora_tool_train.traps import LOW, trap
 
 _LEAKING = frozenset(("opt", "falcon", "mpt", "bloom", "mamba", "mamba2", "falcon_mamba", "rwkv", "xlm", "ctrl"))
 """Model types that leaked when they were probed; read only where a model cannot be probed."""
 
+_ADAPTED = re.compile(r"lora_|\.modules_to_save\.|trainable_tokens_")
+"""Parameters that are saved with an adapter."""
 SCANNED = 20_000
 """Rows that are read, spread over the data: seconds, whatever its size."""
 _PAIRS = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"), ("chosen", "rejected"))
@@ -32,6 +36,7 @@ def model_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> It
     """
     if getattr(model, "peft_config", None):
         yield from _adapter(model)
+        yield from _targets(model)
     half = [name for name, parameter in model.named_parameters() if parameter.dtype is torch.float16]
     if half:
         hint = "dtype: bfloat16 (or float32, with fp16: true for speed)"
@@ -40,25 +45,68 @@ def model_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> It
 
 
 def _adapter(model: Any) -> Iterator[Finding]:
-    lora = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
+    config = model.peft_config.get(next(iter(active), None))
+    kind = getattr(config, "peft_type", "")
+    lora = [item for item in model.named_parameters() if "lora_" in item[0] and kind == "LORA"]
     if lora and any(getattr(module, "disable_adapters", False) is True for module in model.modules()):
         why = "are switched off (disable_adapter)"
         yield trap("frozen-adapter", "model.enable_adapter_layers()", where="model", why=why)
-    elif lora and not any(parameter.requires_grad for parameter in lora):
+    elif lora and not any(item.requires_grad for name, item in model.named_parameters() if _ADAPTED.search(name)):
         hint = "is_trainable=True where the adapter is loaded, or model.set_adapter(name)"
         yield trap("frozen-adapter", hint, where="model", why="have requires_grad False")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's own class, or transformers'
     if base is not model and getattr(base, "_hf_peft_config_loaded", False):
         hint = "lora-tool merge ADAPTER -o MERGED, then load MERGED as the base"
         yield trap("adapter-as-base", hint, where="model", subject="model_name_or_path")
-    active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
-    config, name = model.peft_config.get(next(iter(active), None)), type(base).__name__
+    name = type(base).__name__
     if config is None or not name.endswith("ForSequenceClassification"):
         return
     task = getattr(config.task_type, "value", config.task_type)
     if task != "SEQ_CLS" and not CLASSIFICATION_HEADS & set(config.modules_to_save or ()):
         why = f"{name} is trained with task_type {task}, so its head would not be saved"
         yield trap("task-type", 'LoraConfig(task_type="SEQ_CLS", …)', where="model", subject="task_type", why=why)
+
+
+def _targets(model: Any) -> Iterator[Finding]:
+    """Yield the entries of `target_modules` and `modules_to_save` that PEFT passed over, as they end no module's path."""
+    paths = [name for name, _ in model.named_modules()]
+    ends = {part for path in paths for part in _ends(path.replace(".base_layer", ""))}
+    for config in model.peft_config.values():
+        targets = getattr(config, "target_modules", None) or ()
+        # PEFT itself adds the names of heads, of which a classifier has one
+        whole = set(getattr(config, "modules_to_save", None) or ()) - CLASSIFICATION_HEADS
+        for entry in sorted({*whole, *(() if isinstance(targets, str) else targets)} - ends):
+            close = closest(entry.lower(), {path.rpartition(".")[2] for path in paths})
+            hint = f"did you mean {close}?" if close else "lora_target_modules: all-linear"
+            yield trap("unmatched-target", hint, where="model", subject="lora_target_modules", entry=entry)
+
+
+def _ends(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.partition(".")[2]
+
+
+def rate_findings(model: Any, scheduler: Any, steps: int) -> Iterator[Finding]:
+    """Yield that the learning rate is 0, or too low for LoRA, in every one of `steps`, where the schedule is known."""
+    peak = _peak_rate(getattr(scheduler, "scheduler", scheduler), steps)
+    if peak == 0:
+        hint = "learning_rate: above 0, and fewer warmup_steps than max_steps"
+        yield trap("learning-rate", hint, where="optimizer", why=f"the learning rate is 0 in each of the {steps} steps")
+    elif peak is not None and peak < LOW and any("lora_" in name for name, _ in model.named_parameters()):
+        hint = "learning_rate: 1e-5 for methods that compare answers, 2e-4 for sft"
+        why = f"the learning rate is at most {peak:.3g}, the scale of full training: LoRA takes ten times that"
+        yield trap("learning-rate", hint, where="optimizer", severity=Severity.WARNING, why=why)
+
+
+def _peak_rate(scheduler: Any, steps: int) -> float | None:
+    """Return the highest rate that transformers' `scheduler` gives any group, None of other schedulers."""
+    if type(scheduler) is not torch.optim.lr_scheduler.LambdaLR or steps < 1:
+        return None
+    at = {*range(0, steps, max(1, steps // 1000)), steps - 1}
+    curves = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    return max((float(rate) * max(curve(step) for step in at) for rate, curve in curves), default=None)
 
 
 def _packing(model: Any, collator: Any, args: Any, *, sharded: bool) -> Iterator[Finding]:

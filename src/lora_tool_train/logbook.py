@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,29 @@ _HINTS = {
     "No modules were targeted": _TARGETS,
     "No module named": "install it; or, for a module of reward_funcs, run this in the folder that holds it",
     "KeyError: 'test'": "dataset_test_split: a split that the data has, or eval_strategy: no",
+    "chat_template is not set": "an instruct model has a template; for sft and reward chat_template_path: a folder or "
+    "Hub id takes that of another; or rows of plain text need none",
+    "not training-compatible": "assistant_only_loss: false; or chat_template_path: a template that marks the answers "
+    "with {% generation %}",
+    "the dataset is not conversational": "assistant_only_loss: false; of rows with prompt and completion the answers "
+    "alone are labels as it is",
+    "prepare_inputs_for_generation": "lora_task_type: SEQ_CLS, as a reward model generates nothing",
+    "size mismatch for": "resume with the options of the checkpoint: lora_r and lora_target_modules are in its "
+    "adapter_config.json",
+    "size of optimizer's group": "resume with the options of the checkpoint: lora_target_modules and lora_modules_to_save "
+    "are in its adapter_config.json",
     "No space left on device": "free space on the disk of output_dir, then continue with --resume auto",
     "out of memory": "a smaller per_device_train_batch_size with more gradient_accumulation_steps, or a shorter max_length",
 }
 """Words of TRL's, transformers' and PEFT's errors → the line that helps."""
 _COLUMNS = "rename or add columns: https://huggingface.co/docs/trl/dataset_formats has what each method reads"
+_FRAMES = {
+    "_calculate_rewards": "the error is a reward function's: it gets completions as text, as messages where the prompts "
+    "are messages, and every other column by its name",
+    "apply_chat_template": "the template cannot take the messages of a row: none may be empty, and chosen and rejected "
+    "of a pair must begin with the same prompt, or have it in a column prompt",
+}
+"""Functions of TRL → the line that helps where an error has no words of its own."""
 _HINTS |= {f"KeyError: '{name}'": _COLUMNS for name in ("prompt", "completion", "chosen", "rejected", "text", "label")}
 
 
@@ -66,6 +85,14 @@ class Logbook:
             self.write(TrainingStatus.STOPPED, error=said, hint=error.hint)  # now: a launcher may end this process
             raise TrainingStopped(said, hint=error.hint)
 
+    def remember_adapters(self, model: Any) -> None:
+        """Note which of several adapters is trained, by which saved folders are judged."""
+        for name in model.peft_config if len(model.peft_config) > 1 else ():
+            parts = f".{name}.", f".{name}"
+            own = (item for path, item in model.named_parameters() if parts[0] in path or path.endswith(parts[1]))
+            trained = self.facts.setdefault("adapters", {})
+            trained[name] = trained.get(name, False) or any(item.requires_grad for item in own)
+
     def write(self, status: TrainingStatus, **rest: Any) -> None:
         """Write an outcome with everything that was seen until now; `rest` are its other fields."""
         self.has_failed = self.has_failed or status in (TrainingStatus.STOPPED, TrainingStatus.FAILED)
@@ -84,12 +111,16 @@ class Logbook:
                 return True
         if isinstance(error, TrainingStopped | DryRunDone):
             return True
-        if not self.job.ours or not isinstance(error, Exception):
+        if not isinstance(error, Exception):
             return self.job.ours
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}".removesuffix(": ")
-        hint = next((hint for words, hint in _HINTS.items() if words in said), None)
+        known = next((hint for words, hint in _HINTS.items() if words in said), None)
+        frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        hint = known or next((hint for name, hint in _FRAMES.items() if name in frames), None)
+        if known and isinstance(error, KeyError):
+            said = f"the data has no column or split {error}"
         self.write(TrainingStatus.FAILED, error=said, hint=hint)
-        return hint is not None
+        return self.job.ours and known is not None
 
     def _show(self, findings: Sequence[Finding]) -> None:
         """Print the findings, the same ones counted: one tensor's fault is often that of hundreds."""

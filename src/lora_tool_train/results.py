@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,9 @@ class Saved(Struct, frozen=True, kw_only=True):
     """A folder with weights that a training left, and what is wrong with them."""
 
     path: Path
-    errors: tuple[Finding, ...]
+    errors: tuple[Finding, ...] = ()
+    unchecked: str | None = None
+    """The method of PEFT whose tensors no rule knows."""
 
 
 def last_valid(output: Path) -> ResumeChoice:
@@ -146,10 +148,25 @@ def unusable(path: Path) -> tuple[str, str | None]:
     return worth.unresumable or "", f"lora-tool validate {quoted} --deep" if worth.bad or worth.incomplete else other
 
 
-def saved_in(outputs: Iterable[Path], *, since: float = 0.0) -> Iterator[Saved]:
-    """Yield each adapter or model that lies in the folders or one level below, written at `since` or later."""
+def saved_in(
+    outputs: Iterable[Path], *, since: float = 0.0, trained: Mapping[str, bool] | None = None
+) -> Iterator[Saved]:
+    """Yield each adapter or model that lies in the folders or one level below, written at `since` or later.
+
+    Of several adapters PEFT saves each in a folder of its name, "default" without one; those not `trained` are left out.
+    """
+    trained = trained or {}
     for output in outputs:
         for folder in (output, *sorted(filter(Path.is_dir, output.glob("*")))):
-            if any((folder / name).stat().st_mtime >= since for name in weight_files(folder)):
+            is_ours = trained.get(folder.name if folder.name in trained else "default", True)
+            if is_ours and any((folder / name).stat().st_mtime >= since for name in weight_files(folder)):
                 with contextlib.suppress(CheckpointError):
-                    yield Saved(path=folder, errors=validate(open_checkpoint(folder)).at_least(Severity.ERROR))
+                    yield _saved(folder)
+
+
+def _saved(folder: Path) -> Saved:
+    opened = open_checkpoint(folder)
+    config = opened.config if isinstance(opened, AdapterDir) else None
+    if config is not None and config.is_of_another_kind:
+        return Saved(path=folder, unchecked=config.peft_type)
+    return Saved(path=folder, errors=validate(opened).at_least(Severity.ERROR))

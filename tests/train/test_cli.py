@@ -141,14 +141,14 @@ for at, rate in enumerate((1e-3, 0.0)):
 
 
 def test_guard_around_a_script(tmp_path: Path, call: Caller) -> None:
-    """A script that trains two models, of which the second never moves."""
+    """A script that trains two models, the second with a learning rate of 0."""
     script = tmp_path / "script.py"
     script.write_text(PLAIN.format(out=str(tmp_path / "out"), base=str(QWEN2)))
     done = call("guard", "--", sys.executable, str(script))
     assert done.code == 1, done.err
     assert done.out.count("saved\n") == 1
-    assert "never-moved" not in done.out  # stdout is the script's own
-    assert done.err.count("never-moved: none of") == 1  # once, whoever stops
+    assert "learning-rate" not in done.out  # stdout is the script's own
+    assert done.err.count("learning-rate: the learning rate is 0") == 1  # once, whoever stops
     assert "Traceback" not in done.err
     assert [path.name for path in tmp_path.glob("out*/adapter_model.safetensors")] == ["adapter_model.safetensors"]
 

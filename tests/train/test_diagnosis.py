@@ -14,6 +14,7 @@ LEARNING = {"loss": 1e-8, "grad_norm": 0.2, "reward": 1.0, "reward_std": 0.4, "f
 CONSTANT = {"loss": 0.0, "grad_norm": 0.0, "reward": 1.0, "reward_std": 0.0, "frac_reward_zero_std": 1.0}
 NONE = {"loss": 0.0, "grad_norm": 0.0, "reward": None, "reward_std": None, "frac_reward_zero_std": 1.0}
 CANCELS = {**CONSTANT, "rewards/a/std": 0.5, "rewards/b/std": 0.5}
+NAN = float("nan")
 FROZEN = {**LEARNING, "grad_norm": 0.0}
 CLIPPED = {**FROZEN, "completions/clipped_ratio": 1.0}
 
@@ -26,6 +27,7 @@ CLIPPED = {**FROZEN, "completions/clipped_ratio": 1.0}
         (CONSTANT, False, "reward-constant"),
         ({**CONSTANT, "grad_norm": 0.01}, False, "reward-constant"),  # a KL term alone moves it
         ({**CONSTANT, "reward_std": 0.5, "rewards/a/std": 0.5}, False, "reward-constant"),  # one level per prompt
+        ({**CONSTANT, "rewards/a/std": 0.5}, False, "reward-cancels"),  # a weight of 0, or one function twice
         (CANCELS, False, "reward-cancels"),
         (NONE, False, "reward-none"),
         ({**NONE, "reward": float("nan")}, False, "reward-none"),
@@ -47,9 +49,10 @@ def test_grpo_table(logs: dict[str, Any], masked: bool, code: str | None) -> Non
     [
         ({"loss": 0.0, "grad_norm": float("nan")}, "nan-gradients"),
         ({"loss": 1.0, "grad_norm": float("inf")}, "nan-gradients"),
-        ({"loss": float("nan"), "grad_norm": 0.5}, "nan-loss"),
+        ({"loss": NAN, "grad_norm": 0.5}, None),  # one of its steps had no label
+        ({"loss": NAN, "grad_norm": 0.0}, None),
         ({"loss": 0.0, "grad_norm": 0.2}, None),
-        ({"eval_loss": float("nan")}, None),
+        ({"eval_loss": NAN}, None),
     ],
 )
 def test_what_is_not_finite_stops_at_once(logs: dict[str, Any], code: str | None) -> None:
@@ -84,6 +87,36 @@ def test_a_run_that_has_learned_is_not_given_up_but_told_of() -> None:
     assert all(watch.observe(step, CONSTANT) is None for step in range(2, 30))
     assert watch.verdict() is None
     assert watch.lost() == 1
+
+
+def test_a_run_that_is_resumed_after_it_has_learned_is_not_given_up() -> None:
+    watch = SignalTracker(method=GRPO, window=3)
+    watch.remember([{**LEARNING, "step": 1}, {**CONSTANT, "step": 2}, {"eval_loss": 1.0, "step": 2}], 2)
+    assert all(watch.observe(step, CONSTANT) is None for step in range(3, 10))
+    assert (watch.verdict(), watch.lost()) == (None, 2)
+    never = SignalTracker(method=GRPO, window=3)
+    never.remember([{**CONSTANT, "step": 1}, {"loss": 0.0, "grad_norm": NAN, "step": 2}], 2)
+    assert [never.observe(step, CONSTANT) is None for step in range(3, 6)] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("logs", "measured", "unlabelled", "code", "said"),
+    [
+        ({"loss": NAN, "grad_norm": 0.0}, 0.0, False, "no-gradient", "the loss is nan and the gradient 0: no row has"),
+        ({"loss": 0.0, "grad_norm": 0.0}, 0.0, True, "no-gradient", "the loss is 0 and the gradient 0: no row has a"),
+        ({"loss": 2.5, "grad_norm": 0.0}, 0.0, False, "no-gradient", "the loss is 2.5 and the gradient 0 (steps 1 to"),
+        ({"loss": NAN}, None, False, "nan-loss", "loss is nan, and no gradient is measured or logged (steps 1 to 10)"),
+        ({"loss": NAN, "grad_norm": 0.0}, 0.3, False, None, ""),  # the last of ten steps had no label
+    ],
+)
+def test_what_was_measured_is_said_and_a_cause_only_where_it_was_seen(
+    logs: dict[str, Any], measured: float | None, unlabelled: bool, code: str | None, said: str
+) -> None:
+    watch = SignalTracker(window=10, unlabelled=unlabelled)
+    seen = [watch.observe(step, logs, measured) for step in range(1, 11)]
+    assert seen[:9] == [None] * 9
+    assert (seen[9].code if seen[9] else None) == code
+    assert seen[9] is None or seen[9].message.startswith(said)
 
 
 def test_a_short_run_is_judged_at_its_end() -> None:

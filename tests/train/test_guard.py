@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -31,7 +32,13 @@ def guarded(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def sft(tmp_path: Path, base: Path, prepare: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
+def sft(
+    tmp_path: Path,
+    base: Path,
+    prepare: Callable[[Any], None] = lambda _: None,
+    optimizers: Any = (None, None),
+    **options: Any,
+) -> Any:
     """Train as a script of a user's would, and save."""
     from trl import SFTConfig, SFTTrainer
 
@@ -48,7 +55,8 @@ def sft(tmp_path: Path, base: Path, prepare: Callable[[Any], None] = lambda _: N
     prepare(model)
     args = SFTConfig(str(tmp_path / "out"), report_to="none", disable_tqdm=True, **{**settings, **options})
     tokenizer = hf.AutoTokenizer.from_pretrained(base)
-    trainer = SFTTrainer(model, args, train_dataset=Dataset.from_list(texts()), processing_class=tokenizer)
+    rows = Dataset.from_list(texts())
+    trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer, optimizers=optimizers)
     trainer.train()
     trainer.save_model()
     return trainer
@@ -65,10 +73,11 @@ def outcome_in(folder: Path) -> Any:
     [
         (lambda model: model.disable_adapter_layers(), {}, "frozen-adapter"),
         (lambda model: [p.requires_grad_(not p.requires_grad) for p in model.parameters()], {}, "frozen-adapter"),
-        (lambda _: None, {"learning_rate": 0.0}, "never-moved"),
+        (lambda _: None, {"learning_rate": 0.0}, "learning-rate"),
+        (lambda _: None, {"optimizers": (torch.optim.SGD([torch.zeros(1)], lr=0.1), None)}, "never-moved"),
         (lambda model: model.get_base_model().lm_head.weight.data.fill_(float("nan")), {}, "nan-gradients"),
     ],
-    ids=["switched off", "frozen", "never moved", "nan in the base"],
+    ids=["switched off", "frozen", "rate of 0", "never moved", "nan in the base"],
 )
 def test_a_doomed_script_is_left_before_it_saves(
     tmp_path: Path, guarded: Path, prepare: Callable[[Any], None], options: dict[str, Any], code: str

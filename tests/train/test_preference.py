@@ -104,6 +104,11 @@ def test_what_trl_cannot_use_is_its_error_with_our_hint(
     [
         (OSError(28, "No space left on device"), "free space"),
         (KeyError("chosen"), "dataset_formats"),
+        (
+            AttributeError("'Qwen2Model' object has no attribute 'prepare_inputs_for_generation'"),
+            "lora_task_type: SEQ_CLS",
+        ),
+        (RuntimeError("size mismatch for base_model.model.lora_A.default.weight"), "lora_r"),
         (ZeroDivisionError("in a reward function"), None),
     ],
 )
@@ -113,4 +118,4 @@ def test_an_error_with_a_way_out_needs_no_traceback(tmp_path: Path, error: Excep
     (outcome,) = read_outcomes(tmp_path)
     assert outcome.status is TrainingStatus.FAILED
     assert (hint or "") in (outcome.hint or "")
-    assert Logbook(TrainingJob(guard=GuardSettings()), tmp_path).ended_by(error) is False
+    assert Logbook(TrainingJob(guard=GuardSettings()), tmp_path).ended_by(error) is False  # a script's own is printed

@@ -9,16 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from lora_tool_train.results import last_valid, named
+from lora_tool_train.resuming import resume_findings
 from lora_tool_train.traps import TrainingFailed
 from tests.cli.calling import Caller
-from tests.train.running import QWEN2, Trainings, pairs
+from tests.train.running import QWEN2, Trainings, edited, pairs
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+
+
+SAME: dict[str, Any] = {"r": 4, "lora_alpha": 8, "task_type": "SEQ_CLS", "target_modules": "all-linear"}
+"""What the fixture was trained with."""
 
 
 @pytest.fixture
@@ -115,6 +122,49 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(train: Trainings) -> None:
     # where nothing is left to train, transformers takes a step of nothing
     ended = train("reward", words=["--resume", "auto"], **run, save_strategy="steps", output_dir=str(output))
     assert (ended.status, ended.codes("error")) == ("done", set())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "hint"),
+    [
+        ({}, None, None),
+        ({"target_modules": r".*_proj"}, None, None),
+        ({"lora_alpha": 32}, "its scaling is 2, that of the run 8", "lora_alpha: 8, use_rslora: false"),
+        ({"r": 8}, "its rank is 4, that of the run 8", "lora_r: 4, lora_alpha: 8"),
+        (
+            {"target_modules": r".*(q|k|v|o|up|gate)_proj"},
+            "2 layers that it trained (down_proj) would not be",
+            "lora_target_modules: [down_proj, gate_proj",
+        ),
+        ({"use_dora": True}, "its use_dora is False", "use_dora: false"),
+        (
+            {"task_type": None, "target_modules": r".*_proj"},
+            "its modules_to_save is ['classifier', 'score'], that of the run []",
+            "lora_modules_to_save",
+        ),
+    ],
+)
+def test_a_run_goes_on_with_the_adapter_of_its_checkpoint(
+    changes: dict[str, Any], said: str | None, hint: str | None
+) -> None:
+    model = hf.AutoModelForSequenceClassification.from_pretrained(QWEN2, num_labels=1)
+    mine = {**SAME, **changes}
+    found = list(resume_findings(get_peft_model(model, LoraConfig(**mine)), FIXTURES / "reward-run" / "checkpoint-4"))
+    assert [item.code for item in found] == ["resume-differs"] * bool(said)
+    assert not said or (said in found[0].message and str(hint) in str(found[0].hint))
+
+
+def test_a_run_goes_on_with_the_base_of_its_checkpoint(tmp_path: Path) -> None:
+    for base, differs in (
+        (shutil.copytree(QWEN2, tmp_path / "moved"), False),
+        (edited(QWEN2, tmp_path / "other", lambda _, tensor: tensor * 2), True),
+    ):
+        model = hf.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+        found = list(
+            resume_findings(get_peft_model(model, LoraConfig(**SAME)), FIXTURES / "reward-run" / "checkpoint-4")
+        )
+        assert [item.code for item in found] == ["resume-differs"] * differs
+        assert not differs or found[0].hint == f"model_name_or_path: {QWEN2}"
 
 
 def test_nothing_to_resume_is_said(train: Trainings) -> None:
