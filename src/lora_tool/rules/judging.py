@@ -322,8 +322,8 @@ _LARGE = 64 << 20
 _NO_HELP = "ignoring the rule does not help, because nothing could be computed"
 _OF_SHAPES = "LT317"
 """The rule about a config that its weights contradict."""
-_OF_TIED = "LT514"
-"""The rule about two values for one matrix; `untie` makes two matrices of it."""
+OF_TIED = frozenset({"LT508", "LT514"})
+"""The rules about two values for one matrix; `untie` makes two matrices of it."""
 _OF_METHOD = "LT217"
 """The rule about adapters that are not LoRA; PEFT merges most of them."""
 
@@ -397,7 +397,7 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
         return self._refuse(judged, None)
 
     def _refuse(self, judged: Callable[[Judge], Report], base: ModelDir | None) -> Report:
-        moot = {_OF_TIED} if self.untie else {_OF_METHOD} if self.by_peft else set()
+        moot = OF_TIED if self.untie else {_OF_METHOD} if self.by_peft else set()
         rules = tuple(each for each in chosen(self.select, self.ignore) if each.code not in moot)
         judge = Judge(rules=rules, base=base, num_labels=self.num_labels, task=self.task, ask=self.ask)
         report = judged(judge)

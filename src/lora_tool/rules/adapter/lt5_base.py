@@ -32,6 +32,7 @@ _WIDTHS = (
     "emb_dim",
     "pooler_hidden_size",
 )
+_OF_DECODERS = "score"
 _FROM_ONE_PLACE = "copy the base's config.json and its weights again, from one place"
 _TRUNK = re.compile(r"model\.layers\.\d+\..+|lm_head")
 """Modules that the causal LMs of transformers have as a whole, or not at all, under the names on disk."""
@@ -195,11 +196,12 @@ def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator
     raw = match.base.config.raw if match.base.config else {}
     nested = raw.get("text_config")
     table = nested if isinstance(nested, dict) else raw
-    widths = set() if match.in_part else {table[name] for name in _WIDTHS if type(table.get(name)) is int}
+    widths = {table[name] for name in _WIDTHS if type(table.get(name)) is int}
     for tensor, module, leaf in whole_tensors(subject):
         known = match.tensor(module)  # the base may have a head of its own, of whatever width
         allowed = set(known.shape[1:]) if known is not None and len(known.shape) == MATRIX else widths
-        if leaf != "weight" or not is_last_layer(module) or not tensor.spec.numel or not allowed:
+        unknown = match.in_part and module != _OF_DECODERS  # which all of transformers' decoders have
+        if leaf != "weight" or not is_last_layer(module) or not tensor.spec.numel or not allowed or unknown:
             continue
         listed = " or ".join(map(str, sorted(allowed)))
         if len(tensor.shape) != MATRIX:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from lora_tool.adapters.targeting import add_the_same
 from lora_tool.checkpoints import computed_from
 from lora_tool.core.report import Severity
-from lora_tool.models.ends import is_end, output_name
+from lora_tool.models.ends import is_end, is_output, is_tied, output_name
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 
 
-@rule("LT508", Severity.INFO, on=AdapterSubject, needs=_ALL)
+@rule("LT508", Severity.WARNING, on=AdapterSubject, needs=_ALL | {Need.SAME_NAMES})
 def lora_on_tied_end(subject: AdapterSubject) -> Iterator[Fault]:
     """LoRA on one end of tied embeddings.
 
@@ -27,23 +27,27 @@ def lora_on_tied_end(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Merge with `--untie`, which writes two matrices, or serve the adapter unmerged. Next time train with
     `ensure_weight_tying=True`, or on a base saved with `tie_word_embeddings=False`.
     """
-    match = subject.match
-    if not isinstance(match, BaseMatch) or subject.is_reward() or not _is_tied(match):
+    match = subject.matched
+    if not subject.has_output_layer or not _is_tied(match):
         return
     adapted = {f"{match.name(layer.target)}.weight": layer.target for layer in subject.layers}
-    output = adapted.get(output_name(match.arch) or "")  # a head may have other layers, which nothing is tied to
+    of_table = output_name(match.arch)  # a head may have other layers, which nothing is tied to
+    output = adapted.get(of_table or "") or next(filter(is_output, adapted.values() if match.in_part else ()), None)
     inputs = [layer.target for layer in subject.layers if layer.embedding and is_end(layer.target)]
     if output is not None and len(inputs) == 1 and add_the_same(subject.view, inputs[0], output):
         return
     for target in (*filter(None, [output]), *inputs):
         tensor = next(layer.any_tensor for layer in subject.layers if layer.target == target)
         message = (
-            f"adapts `{target}`, but {match.base.root} ties embeddings and output layer: one matrix cannot hold both"
+            f"adapts `{target}`, but {match.base.root} ties embeddings and output layer: one matrix cannot hold both, so "
+            "`lora-tool merge` refuses it without `--untie`"
         )
         yield Fault(subject=tensor.name, message=message)
 
 
 def _is_tied(match: BaseMatch) -> bool:
+    if match.in_part:
+        return is_tied(match.base)
     config = match.base.config
     outputs = [name for name in match.arch.causal_only if name.endswith(".weight")]
     absent = bool(outputs) and outputs[0] not in match.base.tensors

@@ -147,8 +147,8 @@ def _contradictions(subject: AdapterSubject, base: ModelDir, hub_id: str | None)
         message = f"names {trained}, but the base is a {own}"
         yield Fault(subject="auto_mapping", message=message, path=subject.config_path, hint=_WHEN_NOT_HERE)
     named = subject.config.base_model or ""
-    if message := _other_by_name(named, config, hub_id):
-        yield Fault(subject="base_model_name_or_path", message=message, path=subject.config_path, hint=_WHEN_NOT_HERE)
+    if other := _other_by_name(named, config, hub_id):
+        yield Fault(subject="base_model_name_or_path", message=other, path=subject.config_path, hint=_WHEN_NOT_HERE)
 
 
 def _of_config_beside(path: Path, config: ModelConfig) -> Iterator[Fault]:

@@ -40,6 +40,7 @@ from lora_tool.plans.consolidate.plan_consolidate import StateOptions, plan_cons
 from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.adapter.lt3_head import head_weight
 from lora_tool.rules.consolidating import is_about_rank_files
+from lora_tool.rules.judging import OF_TIED
 from lora_tool.rules.training.saves import better_checkpoint
 from lora_tool.verification.validating import validate
 from lora_tool.workflows.caller import Caller
@@ -151,7 +152,7 @@ class Stages:
             task=options.task,
             num_labels=options.num_labels,
             select=options.select,
-            ignore=options.ignore,
+            ignore=(*options.ignore, *(OF_TIED if options.untie else ())),
             deep=None if checkpoints else job.options.deep,
             servers=job.options.servers,
             checkpoints=checkpoints,
