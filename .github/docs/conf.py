@@ -21,6 +21,7 @@ nitpick_ignore_regex = [("py:.*", ".*")]
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
+maximum_signature_line_length = 80  # longer ones have a parameter a line
 
 html_theme = "furo"
 html_title = f"lora-tool {version}"
