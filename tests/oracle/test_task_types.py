@@ -149,12 +149,12 @@ def test_an_embedding_adapter_goes_into_the_language_model_where_that_is_asked_f
 @pytest.mark.parametrize("on", ["experts", "attention", "whole"])
 def test_experts_that_lie_transposed_in_the_base_stay_so(on: str, tmp_path: Path) -> None:
     """As published, Qwen3-VL-MoE has [experts, in, out]; transformers loads both and writes the other."""
-    choices: dict[str, Any] = {
+    choices: dict[str, dict[str, Any]] = {
         "experts": {"experts": True},
         "attention": {"target_modules": ["q_proj"]},
         "whole": {"target_modules": ["q_proj"], "modules_to_save": ["experts"]},
-    }[on]
-    vlm = case("qwen3_vl_moe", task="image-text-to-text", **choices)
+    }
+    vlm = case("qwen3_vl_moe", task="image-text-to-text", **choices[on])
     base, adapter = vlm.write(tmp_path)
     before = _turned(saved_tensors(base))
     rewrite(base, before)
