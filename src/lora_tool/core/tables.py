@@ -8,6 +8,8 @@ from lora_tool.core.display import printable, shortened
 
 _MOST_ROWS = 200
 """Rows that a notebook shows."""
+_LONGEST = 1_500
+"""Letters of a cell."""
 
 
 class Table(Struct, frozen=True, kw_only=True):
@@ -51,7 +53,7 @@ class Table(Struct, frozen=True, kw_only=True):
 
     def _shown(self) -> list[list[str]]:
         kept = [at for at in range(len(self.columns)) if any(row[at] for row in self.rows)]
-        shown = [[shortened(printable(row[at]), 300) for at in kept] for row in self.rows[:_MOST_ROWS]]
+        shown = [[shortened(printable(row[at]), _LONGEST) for at in kept] for row in self.rows[:_MOST_ROWS]]
         left = len(self.rows) - _MOST_ROWS
         more = [[f"… and {left:,} more", *[""] * (len(kept) - 1)]] if left > 0 else []
         return [[self.columns[at] for at in kept], *shown, *more]

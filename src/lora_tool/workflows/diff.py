@@ -8,18 +8,20 @@ from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, require_whol
 from lora_tool.checkpoints.sources import Reference, opened
 from lora_tool.core.errors import NotACheckpoint
 from lora_tool.core.options import named_in_errors
-from lora_tool.core.progress import StageWatch, unwatched
+from lora_tool.core.progress import StageWatch
 from lora_tool.workflows.inspection.comparison import Comparison, compare_adapters, compare_models
+from lora_tool.workflows.notebook import default_watch
 
 
 @named_in_errors
-def diff(first: Reference, second: Reference, *, watch: StageWatch = unwatched) -> Comparison:
+def diff(first: Reference, second: Reference, *, watch: StageWatch | None = None) -> Comparison:
     """Return how `second` differs from `first`, two adapters or two models, module by module: all weights are read.
 
-    Adapters are compared by their ΔW. `watch` is asked for the progress of the reading. Raises `CheckpointError`.
+    Adapters are compared by their ΔW. `watch` is asked for the progress of the reading, by default a bar in a notebook.
+    Raises `CheckpointError`.
     """
     pair = _comparable(opened(first)), _comparable(opened(second))
-    with watch("comparing", sum(each.weights.nbytes for each in pair)) as progress:
+    with (watch or default_watch())("comparing", sum(each.weights.nbytes for each in pair)) as progress:
         match pair:
             case AdapterDir() as one, AdapterDir() as other:
                 return compare_adapters(one, other, progress)

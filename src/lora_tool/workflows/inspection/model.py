@@ -11,8 +11,9 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir
-from lora_tool.core.display import counted, json_data, number, printable, shortened, size
+from lora_tool.core.display import as_html, counted, json_data, number, printable, shortened, size
 from lora_tool.core.errors import BrokenFile
+from lora_tool.core.tables import Table
 from lora_tool.formats import model_card, training_record
 from lora_tool.formats.files import inside, read_object
 from lora_tool.workflows.inspection.curves import Curves
@@ -163,14 +164,8 @@ class Inspection(Struct, frozen=True, kw_only=True):
         return table
 
     def _repr_html_(self) -> str:
-        import html  # only in notebooks
-
-        rows = (
-            f"<tr><th>{name}</th><td>{html.escape(shortened(printable(value)))}</td></tr>"
-            for name, value in self.facts()
-            if value
-        )
-        return f"<b>{self.kind}</b> {html.escape(printable(self.path))}<table>{''.join(rows)}</table>"
+        rows = tuple((name, shortened(value)) for name, value in self.facts() if value)
+        return as_html(f"{self.kind}  {printable(self.path)}") + Table(columns=("", ""), rows=rows).html()
 
 
 class AdapterInspection(Inspection, frozen=True, kw_only=True):
