@@ -184,8 +184,10 @@ def test_what_no_trainer_saved_does_not_lack_its_state(run: Path) -> None:
     row = judged(run)
     assert worth(row) == "yes no yes yes"
     for folder in run.iterdir():
-        (folder / "random_states_0.pkl").write_bytes(b"")  # accelerate's own loop
-    assert worth(judged(run)) == "yes yes yes yes"
+        shutil.copy(FIXTURES / "reward-run" / "checkpoint-4" / "rng_state.pth", folder / "random_states_0.pkl")
+    assert worth(judged(run)) == "yes yes yes yes"  # accelerate's own loop
+    emptied("random_states_0.pkl")(run / "checkpoint-6")
+    assert worth(judged(run)) == "no no yes yes"
 
 
 def test_an_interrupted_save_between_others_goes(run: Path) -> None:

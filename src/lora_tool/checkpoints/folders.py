@@ -73,14 +73,19 @@ class Folder(Struct, frozen=True, kw_only=True):
         return tuple(name for name in self.files if _OTHER_TRAINED.match(name) or name in no_model)
 
     @property
+    def name(self) -> str:
+        """Its name, also where it was given as `.`."""
+        return self.root.absolute().name
+
+    @property
     def is_numbered(self) -> bool:
         """Whether it is itself a `checkpoint-N` folder of a run."""
-        return _CHECKPOINT.match(self.root.name) is not None
+        return is_numbered(self.name)
 
     @property
     def is_in_progress(self) -> bool:
         """Whether it has the name of a save that its program renames when all of it is written."""
-        return _IN_PROGRESS.match(self.root.name) is not None
+        return _IN_PROGRESS.match(self.name) is not None
 
     @property
     def checkpoints(self) -> tuple[str, ...]:

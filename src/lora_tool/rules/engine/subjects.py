@@ -140,7 +140,7 @@ def an_earlier_checkpoint(subject: Subject, otherwise: str) -> str:
     folder = subject.checkpoint.folder
     if isinstance(subject, RunSubject) or folder.trainer is None or not folder.is_numbered:
         return f"use an earlier checkpoint; {otherwise}"
-    command = shlex.join(["lora-tool", "validate", str(folder.root.parent)])
+    command = shlex.join(["lora-tool", "validate", str(folder.root.parent if folder.root.name else "..")])
     return f"find the last complete checkpoint: {command}; {otherwise}"
 
 

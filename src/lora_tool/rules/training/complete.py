@@ -23,8 +23,11 @@ from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 
 _OPTIMIZERS = frozenset({"optimizer.pt", "optimizer.bin"})
 _SCHEDULER = "scheduler.pt"
-_RANDOM_STATES = re.compile(r"rng_state(?:_(?P<rank>\d{1,6}))?\.pth\Z")
-_TORCH_STATES = re.compile(r"(?:optimizer\.(?:pt|bin)|(?:scheduler|scaler)\.pt|rng_state(?:_\d{1,6})?\.pth)\Z")
+_RANDOM_STATES = re.compile(r"(?:rng_state(?:_(?P<rank>\d{1,6}))?\.pth|random_states_\d{1,6}\.pkl)\Z")
+"""The Trainer's, and those of accelerate's own loops."""
+_TORCH_STATES = re.compile(
+    r"(?:(?:optimizer|scheduler)(?:_\d{1,3})?\.(?:pt|bin)|scaler\.pt|rng_state(?:_\d{1,6})?\.pth|random_states_\d{1,6}\.pkl)\Z"
+)
 _OPTIMIZER_FOLDER = re.compile(r"optimizer_\d{1,3}\Z")
 _TRAINERS_OWN = re.compile(r"(?:training_args\.bin|optimizer\.pt|scheduler\.pt|rng_state(?:_\d{1,6})?\.pth)\Z")
 """Files by which a save of the HF Trainer is known before it has written its state."""
@@ -140,8 +143,8 @@ def _lost_state(folder: Folder) -> str | None:
 def _others(folder: Folder) -> Iterator[Folder]:
     """Yield the names in other `checkpoint-N` of the same run, the nearest first."""
     run = folder.root.absolute().parent
-    step, _ = step_of(folder.root.name)
-    others = (name for name in listed(run) if is_numbered(name) and name != folder.root.name)
+    step, _ = step_of(folder.name)
+    others = (name for name in listed(run) if is_numbered(name) and name != folder.name)
     for name in sorted(others, key=lambda other: abs(step_of(other)[0] - step))[:_NEAREST]:
         names = listed(run / name)
         yield Folder(root=run / name, files=names, folders=names)

@@ -273,9 +273,9 @@ def run_other_step(subject: Subject) -> Iterator[Fault]:
     What to do: Use another checkpoint, or rename the folder back if only its name is wrong.
     """
     state = _state(subject)
-    named = _CHECKPOINT.match(subject.checkpoint.root.name)
+    named = _CHECKPOINT.match(subject.checkpoint.folder.name)
     if named and int(named[1]) != state.global_step and not state.problems:
-        message = f"is {state.global_step:,}, but the folder is {subject.checkpoint.root.name}"
+        message = f"is {state.global_step:,}, but the folder is {subject.checkpoint.folder.name}"
         yield Fault(subject="global_step", message=message, path=state.path)
 
 

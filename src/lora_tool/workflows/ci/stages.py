@@ -120,10 +120,16 @@ class Stages:
             opened = open_checkpoint(row.path)
             if has_rank_files(opened) and _curable(self._judged(opened).at_least(Severity.ERROR)):
                 return Path(row.path), "the latest, because its rank files hold what its weights lack"
-        broken = ", ".join(row.name for row in table.checkpoints)
+        names = ", ".join(row.name for row in table.checkpoints)
+        loaded = next((row for row in reversed(table.checkpoints) if row.loadable), None)
+        taken = (
+            ""
+            if loaded is None
+            else f"; the weights of {loaded.name} can be used: lora-tool ci {shlex.quote(loaded.path)}"
+        )
         raise NotACheckpoint(
-            f"{run.root}: all of its checkpoints have errors: {broken}",
-            hint=f"lora-tool validate {shlex.quote(str(run.root))}",
+            f"{run.root}: no checkpoint is complete and without errors: {names}",
+            hint=f"lora-tool validate {shlex.quote(str(run.root))}{taken}",
         )
 
     def validate(self) -> Stage:
