@@ -32,6 +32,13 @@ EDITS = {
     "LT208 either factor": Edit(
         CAUSAL, changed={"*.layers.0.*.lora_A.*": _zero, "*.layers.1.*.lora_B.*": _zero}, options={"ignore": ("LT219",)}
     ),
+    "LT208 most": Edit(CAUSAL, changed={"*.layers.0.*.lora_B.*": _zero}),
+    "LT208 some": Edit(CAUSAL, changed={"*.layers.0.*.q_proj.lora_B.*": _zero}, quiet=True),
+    "LT228 with a short path": Edit(
+        CAUSAL,
+        renamed=lambda name: name.replace("model.layers.0.self_attn.q_proj", "head.attention.out_proj"),
+        target="out_proj",
+    ),
     "LT227": Edit(CAUSAL, changed={"*.lora_B.*": lambda tensor: _rows_of(0, tensor)}),
     "LT227 another rank": Edit(REWARD, changed={"*.lora_B.*": lambda tensor: _rows_of(2, tensor)}),
     "LT228": Edit(

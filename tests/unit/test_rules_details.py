@@ -16,7 +16,7 @@ from lora_tool.core.report import Finding, Report, Severity
 from tests import checkpoint_edits as edit
 from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, fields, lora, raw, tensors
 from tests.judging import codes, judge, lines
-from tests.mutations import CAUSAL, MODEL, REWARD, RUN, break_, copy_of
+from tests.mutations import CAUSAL, MODEL, REWARD, RUN, SHARDED, break_, copy_of
 from tests.mutations.places import SCORE
 
 
@@ -310,3 +310,35 @@ def test_an_adapter_of_another_kind_is_one_finding(kind: str, tmp_path: Path) ->
     report = judge(folder, base=folder.parent / "base")
     assert codes(report) == {"LT217"}
     assert {"LT201", "LT203", "LT208"} <= {skip.code for skip in report.skipped}
+
+
+@pytest.mark.parametrize(("where", "found"), [("mlp.", Severity.WARNING), ("mlp.experts.0.", Severity.INFO)])
+def test_experts_that_no_token_reached_are_no_warning(where: str, found: Severity, tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    with tensors(folder) as table:
+        for name in [name for name in table if ".layers.0." in name]:
+            tensor = table.pop(name)
+            moved = name.replace("self_attn.", where).replace("mlp.down", f"{where}down")
+            zero = edit.Raw(tensor.dtype, tensor.shape, bytes(len(tensor.data)))
+            table[moved] = zero if "lora_B" in name else tensor
+    (finding,) = judge(folder, select=["LT208"]).findings
+    assert finding.severity is found
+    assert "and so are 2 more of the adapter's 6: these modules were not trained" in finding.message
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_lora_that_the_config_declares_is_part_of_the_model(declared: bool, tmp_path: Path) -> None:
+    base = copy_of(SHARDED, tmp_path)
+    table: edit.Tensors = {}
+    for shard in sorted(base.glob("model-*.safetensors")):
+        table |= edit.read(shard)
+        shard.unlink()
+    (base / edit.INDEX).unlink()
+    for name in [name for name in table if name.endswith("q_proj.weight")]:
+        path = name.removesuffix(".weight")
+        table[f"{path}.base_layer.weight"] = table.pop(name)
+        table |= {f"{path}.lora_{half}.vision.weight": raw(4, 4) for half in "AB"}
+    edit.write(base / "model.safetensors", table)
+    with fields(base, "config.json") as config:
+        config.update({"vision_lora": {"r": 4}} if declared else {})
+    assert ("LT601" in codes(judge(base))) is not declared

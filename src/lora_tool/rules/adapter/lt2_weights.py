@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lora_tool.adapters.experts import IN_EXPERT
 from lora_tool.adapters.view import LAYER_PARTS, LoraLayer
+from lora_tool.core.errors import BrokenFile
 from lora_tool.core.keys import Part
 from lora_tool.core.report import Severity
 from lora_tool.core.tensors import StoredTensor
+from lora_tool.formats.manifest import FILE_NAME, read_manifest
 from lora_tool.formats.stored import read_part
 from lora_tool.models.ends import MATRIX
 from lora_tool.rules.adapter.lt3_head import head_weight, saved_heads
@@ -31,13 +34,19 @@ READ_PAST_LORA = (
 """Ends of the paths of layers that transformers never calls, but for the weight: of Mamba and Jamba, of SigLIP's pooling."""
 
 
+_PARTLY = (
+    "if they were meant to be trained, look whether their parameters were frozen or their outputs never used, and train "
+    "again"
+)
+
+
 @rule("LT208", Severity.ERROR, on=AdapterSubject, needs={Need.LORA}, deep=True)
 def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
     """The adapter looks untrained: every lora_B is zero.
 
     What it does: Reads each layer's `lora_B` (for an embedding, its `lora_embedding_A`), which is zero before training.
-    It is an error if all are zero; single zero ones are reported as info. It is an error, too, if every layer has a
-    factor of zeros, whichever of the two it is.
+    It is an error if all are zero, a warning if half of them or more are, single experts aside, and else info. It is an
+    error, too, if every layer has a factor of zeros, whichever of the two it is.
     Why it matters: With B = 0 the adapter changes nothing, and the merged model equals the base. The run did not train:
     its learning rate was 0, its parameters were frozen, all gradients were zero, or it saved before the first step. A
     single zero B belongs to a module without a gradient, such as an expert that no token reached.
@@ -58,9 +67,35 @@ def never_moved(subject: AdapterSubject) -> Iterator[Fault]:
         message = f"in all {len(subject.layers)} modules lora_A or lora_B is zero, so the adapter changes nothing"
         yield Fault(message=message)
         return
-    for layer, tensor in zero:
-        if not layer.target.endswith(READ_PAST_LORA):
-            yield Fault(subject=tensor.name, message="is all zero: this module was not trained", severity=Severity.INFO)
+    experts = [each for each in zero if IN_EXPERT.search(each[0].target)]
+    others = [each for each in zero if each not in experts and not _is_read_past(subject, each[0])]
+    dense = read - sum(IN_EXPERT.search(layer.target) is not None for layer in subject.layers)
+    most = 2 * len(others) >= dense and not _has_filled_in(subject)
+    for found, severity in ((others, None if most else Severity.INFO), (experts, Severity.INFO)):
+        if found:
+            more = f", and so {_are(len(found) - 1)} of the adapter's {read}" if found[1:] else ""
+            message = f"is all zero{more}: {'these modules were' if found[1:] else 'this module was'} not trained"
+            yield Fault(subject=found[0][1].name, message=message, severity=severity or Severity.WARNING, hint=_PARTLY)
+
+
+def _has_filled_in(subject: AdapterSubject) -> bool:
+    """Return whether lora-tool computed the adapter, which adds LoRA of zeros where a server wants it or nothing changed."""
+    if FILE_NAME not in subject.checkpoint.folder.files:
+        return False
+    try:
+        return read_manifest(subject.checkpoint.root / FILE_NAME).raw.get("operation") != "consolidate"
+    except BrokenFile:
+        return False
+
+
+def _are(count: int) -> str:
+    return f"are {count} more" if count > 1 else "is one more"
+
+
+def _is_read_past(subject: AdapterSubject, layer: LoraLayer) -> bool:
+    """Return whether the model never calls the layer; PEFT calls the `out_proj` of an attention that it wraps whole."""
+    wrapped = {each.target for each in subject.layers}
+    return f".{layer.target}".endswith(READ_PAST_LORA) and layer.target.rpartition(".")[0] not in wrapped
 
 
 def _without_delta(subject: AdapterSubject, layer: LoraLayer) -> bool:
@@ -138,7 +173,7 @@ def read_past(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Leave the layer out of `target_modules` when you train.
     """
     for layer in subject.layers:
-        if not layer.target.endswith(READ_PAST_LORA):
+        if not _is_read_past(subject, layer):
             continue
         text = f"the model reads the weight of `{layer.target}` past its LoRA, which training cannot change"
         if _without_delta(subject, layer):

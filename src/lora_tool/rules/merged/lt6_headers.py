@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,8 @@ _ROTARY_FIELDS = (
 def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     """Adapter tensors left in a merged model.
 
-    What it does: Looks for PEFT's names (`lora_A`, `base_layer`, `modules_to_save`, `base_model.`) in a model.
+    What it does: Looks for PEFT's names (`lora_A`, `base_layer`, `modules_to_save`, `base_model.`) in a model. LoRA that
+    the model's config declares (`vision_lora` of Phi-4-multimodal) is part of its class.
     Why it matters: The adapter was never merged: `save_pretrained` ran on the wrapped model. transformers finds none of
     the weights under their names and initialises random ones, with only a log line.
     Example: `base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight` in `model.safetensors`.
@@ -98,11 +99,22 @@ def adapter_keys_left(subject: ModelSubject) -> Iterator[Fault]:
     command = shlex.join(["lora-tool", "consolidate", str(subject.checkpoint.root), *which])
     hint = f"take the adapter out, then merge it: {command}" if any(map(has_lora_factor, subject.tensors)) else None
     left = [name for name in subject.tensors if name not in expected and _ADAPTER_NAME.search(name)]
-    if left:
+    if left and not _is_declared(subject, left):
         first = next(filter(has_lora_factor, left), left[0])
         others = f", as are those of {counted(len(left) - 1, 'more tensor')}" if left[1:] else ""
         message = f"is a PEFT name{others}: the adapter lies beside the weights and was not merged into them"
         yield Fault(subject=first, message=message, path=subject.tensors[first].path, hint=hint)
+
+
+_NAMED_ADAPTER = re.compile(r"\.lora_[AB]\.(?P<name>\w+)\.weight\Z")
+
+
+def _is_declared(subject: ModelSubject, names: Sequence[str]) -> bool:
+    """Return whether every adapter among the names of a model's weights has a table in its config: `vision_lora`."""
+    adapters = {found["name"] for name in names if (found := _NAMED_ADAPTER.search(name))}
+    raw = subject.checkpoint.config.raw if subject.checkpoint.config else {}
+    wrapped = any("base_model." in name for name in names)
+    return bool(adapters) and not wrapped and all(isinstance(raw.get(f"{name}_lora"), dict) for name in adapters)
 
 
 @rule("LT602", Severity.ERROR, on=ModelSubject, needs=_PLAN)
