@@ -61,7 +61,9 @@ def others(name: str, value: object, lines: tuple[str, ...]) -> Iterator[Any]:
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
-        yield from dict.fromkeys((value * 2, value * 4, 0) if value else (1, 2, 8))  # so that heads divide sizes
+        yield from dict.fromkeys(
+            (value * 2, value * 4, value // 2 or 3, 0) if value else (1, 2, 8)
+        )  # so that heads divide sizes
     elif isinstance(value, float):
         yield value * 2 or 0.5
     elif isinstance(value, list) and value and all(isinstance(each, str) for each in value):

@@ -92,17 +92,18 @@ def described(found: Sampled) -> dict[str, Any]:
 def counts(path: str, by_class: Mapping[str, Sequence[Built]], stacks: Stacks) -> bool:
     """Return whether the field is a number of things that have names of their own, and are no layers of a stack."""
     for models in by_class.values():
-        names: dict[int, set[str]] = defaultdict(set)
+        alike: dict[Any, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for model in models:
             value = model.fields.get(path)
-            alone = {name for name, its in model.fields.items() if its != models[0].fields.get(name)} <= {path}
-            if alone and type(value) is int and value > 0:
-                names[value] |= {template(name, stacks)[0] for name in model.shapes}
-        every = [names[value] for value in sorted(names)]
-        for fewer, more in itertools.pairwise(every):
-            forms = {_DIGITS.sub("#", name) for name in fewer}
-            if any(_DIGITS.sub("#", name) in forms for name in more - fewer):
-                return True
+            if type(value) is int and value > 0:
+                others = frozenset(item for item in model.fields.items() if item[0] not in {path, *model.followed})
+                alike[others][value].update(template(name, stacks)[0] for name in model.shapes)
+        for names in alike.values():
+            every = [names[value] for value in sorted(names)]
+            for fewer, more in itertools.pairwise(every):
+                forms = {_DIGITS.sub("#", name) for name in fewer}
+                if any(_DIGITS.sub("#", name) in forms for name in more - fewer):
+                    return True
     return False
 
 

@@ -33,7 +33,7 @@ from tests.tensor_tables.expressions import whole
 from tests.tensor_tables.models import Built, build, flat
 
 _MOST_PAIRS = 120
-_SWITCHES = 5
+_SWITCHES = 16
 _SEVERAL = 40
 _REBALANCED = 4
 _Result = tuple[dict[str, Any], Built]
@@ -147,7 +147,7 @@ def _halved(tried: _Tried, switch: dict[str, Any], alone: Built, row: Sequence[d
 
 def _labels(config: PretrainedConfig) -> list[dict[str, Any]]:
     tied = getattr(config, "tie_word_embeddings", True)
-    return [{"num_labels": 5}, {"num_labels": 3}, {"tie_word_embeddings": not tied}]
+    return [*({"num_labels": number} for number in (5, 3, 2, 1, 12)), {"tie_word_embeddings": not tied}]
 
 
 def _singles(tried: _Tried, config: PretrainedConfig, changes: Sequence[dict[str, Any]]) -> list[_Result]:

@@ -11,7 +11,6 @@ it takes an hour, and no run of the tests collects it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import random
 import sys
@@ -48,7 +47,10 @@ _OF_TENSORS = ("LT307", "LT310", "LT317", "LT318", "LT319")
 _LARGE = 1 << 22
 _AT_ONCE = 30
 _FEW = 8
+_PAIRS = 160
 _LABELS = (1, 2, 3, 12)
+Tried = dict[str, frozenset[str]]
+"""A change of a config → the names of the tensors that a model has under it."""
 
 
 def changes_of(config: PretrainedConfig, lines: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -63,31 +65,38 @@ def changes_of(config: PretrainedConfig, lines: tuple[str, ...]) -> Iterator[dic
             yield from ({name: other} for other in others(name, value, lines))
 
 
-def variants(model_type: str, task: Task, *, whole: bool) -> Iterator[dict[str, Any]]:
-    """Yield the changes of the tiny config under which a class of the type is tried; not the `whole` list: a few."""
+def variants(model_type: str, task: Task, tried: Tried, *, whole: bool) -> Iterator[dict[str, Any]]:
+    """Yield the changes of the tiny config under which a class of the type is tried; not the `whole` list: a few.
+
+    `tried` has the models that could be built of the changes so far. Switches that made another model are tried
+    with every other one, or so many.
+    """
     config = tiny_config(model_type, task)
     single = [*changes_of(config, source_of(type_of(model_type, task)))]
     needed = [*companions(config), *longer(config)]
-    nulls = [change for change in single if _is_null(change)]
+    chance = random.Random(f"{model_type} {task}")
     yield {}
     yield from needed
     if whole:
+        switches = [change for change in single if _is_switch(change, config)]
         yield from single
-        yield from (merged(one, two) for one, two in itertools.combinations(nulls, 2))
-        yield from (merged(more, change) for more in needed for change in single if _is_switch(change))
-    chance = random.Random(f"{model_type} {task}")
+        apart = [*switches, *(merged(more, change) for more in needed for change in switches)]
+        yield from apart[len(switches) :]
+        structures = {tried[json.dumps(change)]: change for change in apart if json.dumps(change) in tried}
+        telling = [change for names, change in structures.items() if names != tried[json.dumps({})]]
+        pairs = [merged(one, two) for one in telling for two in switches if one != two]
+        yield from chance.sample(pairs, min(len(pairs), _PAIRS))
     for at in range(_AT_ONCE if whole else _FEW):
         yield all_of(chance.sample([*single, *needed], min(len(single), 2 + at % 4)))
+    yield from ({"num_labels": number} for number in (_LABELS if task in ("seq-cls", "token-cls") else ()))
 
 
-def _is_null(change: Mapping[str, Any]) -> bool:
-    return all(_is_null(value) if isinstance(value, dict) else value is None for value in change.values())
-
-
-def _is_switch(change: Mapping[str, Any]) -> bool:
+def _is_switch(change: Mapping[str, Any], config: PretrainedConfig) -> bool:
     return all(
-        _is_switch(value) if isinstance(value, dict) else value is None or isinstance(value, bool | str)
-        for value in change.values()
+        _is_switch(value, getattr(config, name))
+        if isinstance(value, dict)
+        else value is None or isinstance(value, bool | str) or not vars(config).get(name)
+        for name, value in change.items()
     )
 
 
@@ -143,14 +152,11 @@ def findings(subject: ModelSubject) -> list[Finding]:
 
 def swept(model_type: str, task: Task, like: ModelDir, count: Counter[str], *, whole: bool) -> None:
     """Print what is found in the type's models; `count` has how many there were, and of how many anything was."""
-    labels = [{"num_labels": number} for number in (_LABELS if task in ("seq-cls", "token-cls") else ())]
-    seen = set()
-    for change in (*variants(model_type, task, whole=whole), *labels):
-        model = built(model_type, task, change)
-        key = model and hash(json.dumps([*model.state_dict().items()], default=lambda each: [*each.shape]))
-        if model is None or (key in seen and not _is_null(change)):
+    tried: Tried = {}
+    for change in variants(model_type, task, tried, whole=whole):
+        if (model := built(model_type, task, change)) is None:
             continue
-        seen.add(key)
+        tried[json.dumps(change)] = frozenset(model.state_dict())
         count["models"] += 1
         subject = subject_of(model, like)
         light, known = findings(subject), subject.class_tensors is not None

@@ -243,7 +243,8 @@ class _Compared:
 
     def result(self) -> ModelTensors | None:
         """Return the comparison; None where the checkpoint has less than half of what its model always has."""
-        always = self._row["always"]
+        without = {stack for stack, length in self._lengths.items() if not length and not self._layers[stack]}
+        always = [path for path in self._row["always"] if path.partition(".*.")[0] not in without]
         paths = {path for path, _ in self._placed.values()}
         if not paths or 2 * len(paths.intersection(always)) < len(always):
             return None

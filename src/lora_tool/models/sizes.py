@@ -95,30 +95,28 @@ class Sizes:
         """Why the table may be wrong about this config: it was made with each of the config's values, not with all at
         once. None for a config of which it is certain.
         """
-        changed = [*changed_in(self._row, self._raw), *self._indivisible()]
+        changed = changed_in(self._row, self._raw)
         if len(changed) < _SEVERAL:
             return None
         fields = " and ".join(f"`{path}`" for path in changed[:3])
         return f"lora-tool's table of {self._row['model_type']} models may be wrong about {fields} together"
 
-    def _indivisible(self) -> list[str]:
-        """Return the fields whose quotient the table takes for exact, and that do not divide one another."""
-        for at in ("", *(f"{name}." for name, value in self._raw.items() if isinstance(value, dict))):
-            pair = [f"{at}hidden_size", f"{at}num_attention_heads"]
-            width, heads = map(self._field, pair)
-            if width and heads and width % heads:
-                return pair
-        return []
-
     @property
     def doubtful(self) -> bool:
-        """Whether the config has a field that the class reads, and that the table does not know."""
+        """Whether the config has a field that the class reads and the table does not know, or heads that do not divide
+        its width, of which classes make a smaller size.
+        """
         head_dim = self._raw.get("head_dim")
         usual = self.value("hidden_size/num_attention_heads")
-        return any(
+        inner = (f"{name}." for name, value in self._raw.items() if isinstance(value, dict))
+        return any(map(self._is_uneven, ("", *inner))) or any(
             self._raw.get(name) is not None and not (name == "head_dim" and head_dim == usual)
             for name in self._row["undeclared"]
         )
+
+    def _is_uneven(self, part: str) -> bool:
+        width, heads, own = (self._field(part + each) for each in ("hidden_size", "num_attention_heads", "head_dim"))
+        return bool(width and heads and width % heads and own in (None, width // heads))
 
     def value(self, expression: str | int | None, *, deep: bool = True) -> int | None:
         """Return the size that an expression of the table means under this config, None where it is not known."""

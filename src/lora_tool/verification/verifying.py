@@ -9,6 +9,7 @@ from lora_tool.core.engines import HERE, Spread
 from lora_tool.core.errors import UnsupportedAdapter, require_packages
 from lora_tool.core.progress import Progress, StageWatch, unwatched
 from lora_tool.core.report import Skipped
+from lora_tool.models.mapping.class_tensors import class_tensors
 from lora_tool.plans.computed import ComputedInputs
 from lora_tool.plans.core.ops import Precision
 from lora_tool.plans.core.plan import Plan
@@ -66,6 +67,7 @@ def verify_inputs(
             why_no_outputs = str(error)
     subject = MergedSubject(
         checkpoint=inputs.merged,
+        ask=class_tensors,
         planned=None if plan is None else plan.expected,
         why_no_plan=why_no_plan,
         evidence=evidence,

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.quantised import as_matrices
@@ -100,6 +101,9 @@ def class_against_head(subject: ModelSubject) -> Iterator[Fault]:
     class_name = model.config.architectures[0]
     path = str(model.config.path)
     if class_name.endswith("ForSequenceClassification") and not found and arch is not None:
+        known = subject.class_tensors
+        if known is not None and not any(map(head_of, known.missing)):
+            return  # a head without weights
         message = (
             f"is {class_name}, but the weights have no `{arch.head or 'score'}`: transformers would initialise "
             "it at random"
@@ -180,8 +184,8 @@ def no_head(subject: ModelSubject) -> Iterator[Fault]:
 
 _FEWER_LAYERS = frozenset({"albert", "efficientnet"})
 """Model types that use the weights of one layer for several, or count the parts of a layer."""
-MORE_ROWS = frozenset({"blt", "cpmant", "mllama", "mllama_text_model", "molmo2_text"})
-"""Model types that have rows for images or prompts, too, which `vocab_size` does not count."""
+MORE_ROWS = frozenset({"cpmant", "mllama", "mllama_text_model", "molmo2_text", "moshi"})
+"""Model types that have rows for images, prompts or a first token, too, which `vocab_size` does not count."""
 _INPUT_WEIGHTS = tuple(f"{name}.weight" for name in INPUTS)
 
 
@@ -296,9 +300,19 @@ def _lost_layers(subject: ModelSubject, config: ModelConfig) -> Iterator[Fault]:
 def vocabulary_without_rows(subject: ModelSubject) -> tuple[str, int] | None:
     """Return an embedding and its rows, where none has as many as the config's `vocab_size`."""
     config, rows = subject.plain.config, embedding_rows(subject.matrices)
-    if not rows or config is None or config.vocab_size is None or config.vocab_size in rows.values():
+    if not rows or config is None or config.vocab_size is None:
         return None
-    return next(iter(rows.items()))
+    said = {config.vocab_size, *_vocabularies(config.raw)}
+    return next(iter(rows.items())) if said.isdisjoint(rows.values()) else None
+
+
+def _vocabularies(table: Mapping[str, Any]) -> Iterator[int]:
+    """Yield the sizes of the vocabularies of parts that have their own, as the decoder's."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _vocabularies(value)
+        elif name.endswith("vocab_size") and type(value) is int:
+            yield value
 
 
 _TRAINING_FILES = frozenset({"training_args.bin", "trainer_state.json"})

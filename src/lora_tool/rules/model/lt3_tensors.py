@@ -115,7 +115,8 @@ def _of_hidden_states(subject: ModelSubject) -> dict[str, tuple[int | None, ...]
     width = next((table[name] for name in _WIDTHS if type(table.get(name)) is int), None)
     classifies = any(name.endswith("ForSequenceClassification") for name in config.architectures)
     heads = {_SCORE} & subject.matrices.keys() if classifies else set()
-    lost = [] if any(subject.matrices[name].shape[1] == width for name in inputs) else [*inputs]
+    own = {value for name, value in table.items() if "embed" in name and type(value) is int}
+    lost = [] if any(subject.matrices[name].shape[1] in {width, *own} for name in inputs) else [*inputs]
     return {} if width is None else dict.fromkeys((*lost, *heads), (None, width))
 
 
