@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -104,6 +105,14 @@ def _cut_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_bytes(text[: len(text) // 2])
 
 
+@breaks("LT116", CAUSAL)
+def _foreign_call(folder: Path) -> None:
+    weights = OrderedDict(load_file(folder / WEIGHTS))
+    vars(weights)["_metadata"] = os.system
+    torch.save(weights, folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
 EDITS = {
     "LT102": Edit(CAUSAL, written={WEIGHTS: "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4632\n"}),
     "LT107": Edit(SHARDED, gone=["model-00002-of-00002.safetensors"]),
@@ -112,9 +121,6 @@ EDITS = {
     ),
     "LT110 readable": Edit(
         CAUSAL, by=lambda folder: torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin"), gone=[WEIGHTS]
-    ),
-    "LT116": Edit(
-        CAUSAL, by=lambda folder: torch.save({"run": os.system}, folder / "adapter_model.bin"), gone=[WEIGHTS]
     ),
     "LT116 beside the weights": Edit(
         CAUSAL, by=lambda folder: (folder / "training_args.bin").write_bytes(b"\x80\x02cposix\nsystem\n)R.")

@@ -326,8 +326,8 @@ def read_scalar(file: TorchFile, tensor: LazyTensor) -> float | None:
 def scan_torch_weights(path: Path) -> WeightsFile:
     """Return the tensors of `path` with all that is wrong; a file that cannot be read safely has none.
 
-    A good file has one problem that is not fatal: that it is a pickle, which other tools run. Tensors that share a
-    storage, as tied weights do, share their spans. Raises `CorruptFile` only where `path` is not a readable, regular
+    A good file has one problem that is not fatal: that it is a pickle, which other tools run, or what they would run.
+    Tensors that share a storage, as tied weights do, share their spans. Raises `CorruptFile` only where `path` is not a readable, regular
     file.
     """
     with open_regular(path):
@@ -340,8 +340,8 @@ def scan_torch_weights(path: Path) -> WeightsFile:
     except CorruptFile as error:
         return WeightsFile(stamp=stamp, problems=(error.problem,))
     message = "is a pickle, which can run code when other tools load it; lora-tool read it without running it"
-    problems = [Problem(defect=Defect.PICKLE, path=str(path), message=message, fatal=False)]
-    problems += problems_of(path, file.unknown, weights=True)
+    plain = Problem(defect=Defect.PICKLE, path=str(path), message=message, fatal=False)
+    problems = list(problems_of(path, file.unknown, weights=True)) or [plain]
     tensors: dict[str, StoredTensor] = {}
     for name, item in file.value.items():
         try:

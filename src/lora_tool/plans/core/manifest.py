@@ -93,11 +93,12 @@ def _inputs(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, Any]:
     by_place = {(str(path.parent.resolve()), path.name): digest for path, digest in hashes.items()}
     found = {}
     for name, entry in plan.manifest.get("inputs", {}).items():
-        files = [
-            {**file, "sha256": by_place.get((entry["path"], file["name"]), file["sha256"])}
-            for file in entry.get("files", ())
-        ]
-        found[name] = {**entry, "files": files} if files else entry
+        files = entry.get("files")  # of a training checkpoint it is their number
+        if isinstance(files, list):
+            hashed = [{**file, "sha256": by_place.get((entry["path"], file["name"]), file["sha256"])} for file in files]
+            found[name] = {**entry, "files": hashed}
+        else:
+            found[name] = entry
     return found
 
 
