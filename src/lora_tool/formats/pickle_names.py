@@ -70,12 +70,13 @@ _OF_CHECKPOINTS: Mapping[str, str] = {
     "deepspeed.utils.tensor_fragment": "fragment_address",
 }
 """Module → the names in it, beside classes outside of Python's own library, that checkpoints were seen to have."""
-_REBUILT = re.compile(
-    r"torch\._utils\._rebuild_\w+|torch\._tensor\._rebuild_from_type(_v2)?|signal\.SIG[A-Z0-9]+|(\w+\.)+__pyx_unpickle_\w+"
+_FAMILIES = re.compile(
+    r"torch\._utils\._rebuild_\w+|torch\._tensor\._rebuild_from_type(_v2)?|torch\.(b?float|q?u?int|complex|bool)\w*"
     r"|numpy\.(u?int\d*|float\d+|complex\d+|bool_?|str_|bytes_|object_|void|u?longlong|half|single|double|u?int[cp])"
+    r"|signal\.SIG[A-Z0-9]+|(\w+\.)+__pyx_unpickle_\w+"
 )
-"""The same of families of names: torch's functions around tensors, numbers of signals, what Cython makes for each of its
-classes, and numpy's scalar types."""
+"""Names of one kind: torch's functions around tensors and its types, numpy's scalar types, numbers of signals, and what
+Cython makes for each of its classes."""
 _OF_WEIGHTS = frozenset({"torch", "torchao", "numpy"})
 """The libraries whose classes are in files of weights."""
 _RUNS = frozenset({"CDLL", "LibraryLoader", "OleDLL", "PackageImporter", "Popen", "PyDLL", "WinDLL"})
@@ -103,7 +104,7 @@ def problems_of(path: Path, names: Mapping[Global, bool], *, weights: bool = Fal
 
 def _is_foreign(module: str, name: str, *, called: bool, weights: bool) -> bool:
     qualified, (*outer, last) = f"{module}.{name}", name.split(".")
-    if name in _OF_CHECKPOINTS.get(module, "").split() or _REBUILT.fullmatch(qualified):
+    if name in _OF_CHECKPOINTS.get(module, "").split() or _FAMILIES.fullmatch(qualified):
         return False
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or module in IMPORT_MAPPING:  # Python 2's names of its modules

@@ -327,7 +327,7 @@ def foreign_call(subject: Subject) -> Iterator[Fault]:
     for path in _unread(subject):
         from lora_tool.formats.unread_pickles import foreign_calls  # most folders have none
 
-        with contextlib.suppress(CorruptFile):
+        with contextlib.suppress(CorruptFile, OSError):
             for problem in foreign_calls(path):
                 yield Fault(message=problem.message, subject=problem.subject, path=path)
 
