@@ -80,7 +80,7 @@ def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> 
     fields.require(BadRunConfig)
 
     parser = trl_parser(method)
-    names = {action.dest for action in parser._actions} - {"help"}  # noqa: SLF001 - argparse has no other list
+    names = {action.dest for action in _actions(parser)} - {"help"}
     known = {*names, *_launch_flags(), _BLOCK, "env"}
     table = {name.replace("-", "_"): value for name, value in table.items() if name not in (_BLOCK, "env")}
     for name in table.keys() - known:
@@ -161,6 +161,25 @@ def trl_parser(method: Method) -> Any:
     return parser
 
 
+def _actions(parser: Any) -> Sequence[argparse.Action]:
+    actions: Sequence[argparse.Action] = parser._actions  # noqa: SLF001 - argparse has no other list
+    return actions
+
+
+def described_options(method: Method) -> dict[str, list[tuple[str, str]]]:
+    """Return the title of a group of TRL's options → each with its default, and the first sentence on it."""
+    shared = importlib.import_module("transformers").TrainingArguments.__dataclass_fields__
+    own: dict[str, tuple[str, str]] = {}
+    others: dict[str, tuple[str, str]] = {}
+    for action in _actions(trl_parser(method)):
+        default = getattr(action.default, "value", action.default)
+        name = f"--{action.dest}" if default in (None, argparse.SUPPRESS) else f"--{action.dest} {default}"
+        said = " ".join((action.help or "").replace("%%", "%").split()).partition(". ")[0]
+        (others if action.dest in shared else own).setdefault(action.dest, (name, said))
+    own.pop("help")
+    return {f"TRL options of {method.name}": [*own.values()], "Options of every method": [*others.values()]}
+
+
 def _refuse(who: str, message: str) -> NoReturn:
     raise BadRunConfig(f"{who} does not accept the options: {message}")
 
@@ -177,7 +196,7 @@ def _launch_flags() -> Mapping[str, bool]:
     """Return each option of `accelerate launch` with whether it is a flag, which takes no value."""
     flags = {
         option[2:].replace("-", "_"): action.nargs == 0
-        for action in _launch_parser()._actions  # noqa: SLF001
+        for action in _actions(_launch_parser())
         for option in action.option_strings
         if option.startswith("--")
     }

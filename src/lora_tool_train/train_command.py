@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -14,9 +15,28 @@ from lora_tool_train.methods import METHODS
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
 
 
+class _Train(Sectioned):
+    """Its help has the options of the method, where one is given and TRL is here: those of cpo and orpo `trl` lacks."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[__name__] = next((word for word in args if word in METHODS), None)
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        name = ctx.meta.get(__name__)
+        if name is None or not all(map(find_spec, PACKAGES)):
+            return
+        from lora_tool_train.config import described_options
+
+        for title, options in described_options(METHODS[name]).items():
+            with formatter.section(title):
+                formatter.write_dl(options)
+
+
 @click.command(
     "train",
-    cls=Sectioned,
+    cls=_Train,
     among="Training runs",
     no_args_is_help=True,
     short_help="Train with TRL; stop runs that are bound to fail.",
@@ -43,7 +63,8 @@ def command(
     """Train with TRL; stop runs that are bound to fail.
 
     METHOD is reward, sft, dpo, kto, grpo, rloo, cpo or orpo. Every option of TRL's config classes and of
-    `accelerate launch` may be given, in the YAML or as --name value. Needs lora-tool[train].
+    `accelerate launch` may be given, in the YAML or as --name value; `train METHOD --help` lists TRL's. Needs
+    lora-tool[train].
     """
     from lora_tool_train.checks import require_inputs, static_findings, with_task_type
     from lora_tool_train.config import read_run_config

@@ -16,6 +16,7 @@ from lora_tool_train.methods import METHODS
 from lora_tool_train.results import ResumeChoice
 from lora_tool_train.running import launch_command
 from lora_tool_train.traps import BadRunConfig
+from tests.cli.calling import Caller
 
 
 def read(tmp_path: Path, text: str, *typed: str, method: str = "reward") -> RunConfig:
@@ -166,6 +167,14 @@ def test_what_init_prints_is_a_run_of_the_method(name: str, tmp_path: Path) -> N
     assert with_task_type(run) is run
     launch_command(run, ResumeChoice(), tmp_path)
     trl_parser(run.method).parse_args_and_config(["--config", str(tmp_path / "run.yaml")])
+
+
+def test_the_help_of_a_method_has_its_options(call: Caller) -> None:
+    shown = call("train", "cpo", "--help").out
+    own, others = shown.partition("TRL options of cpo:")[2].split("Options of every method:")
+    assert re.search(r"--cpo_alpha 1\.0 +Weight of the BC regularizer", own)
+    assert "--learning_rate 1e-06" in others
+    assert "TRL options" not in call("train", "--help").out
 
 
 @pytest.mark.parametrize("typed", [("stray",), ("--learning_rate",), ("--", "x")])

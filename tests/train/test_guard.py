@@ -18,7 +18,7 @@ from lora_tool_train.job import GuardSettings, TrainingJob, TrainingStatus, read
 from lora_tool_train.live_checks import leak
 from lora_tool_train.results import saved_in
 from lora_tool_train.traps import TrainingStopped
-from tests.train.running import FIXTURES, LLAMA, QWEN2, TINY, attached, pairs, texts
+from tests.train.running import FIXTURES, LLAMA, QWEN2, TINY, attached, edited, pairs, texts
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -129,6 +129,23 @@ def test_a_head_that_would_not_be_saved_is_seen(tmp_path: Path, guarded: Path, t
 def test_an_adapter_of_an_earlier_run_is_not_judged(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "zero" / "stage3-saved", tmp_path / "out")
     assert list(saved_in([tmp_path / "out"], since=4e9)) == []
+
+
+def test_of_several_adapters_the_trained_ones_are_judged_and_no_other_method(tmp_path: Path) -> None:
+    good = FIXTURES / "causal-llama" / "adapter"
+    shutil.copytree(good, tmp_path / "second")
+    edited(good, tmp_path / "default", lambda name, tensor: tensor * 0 if "lora_B" in name else tensor)
+    for path in (tmp_path / "default").iterdir():  # PEFT saves the one of this name in the folder itself
+        path.rename(tmp_path / path.name)
+    (tmp_path / "default").rmdir()
+    untold = {item.path.name: {found.code for found in item.errors} for item in saved_in([tmp_path])}
+    assert untold == {tmp_path.name: {"LT208"}, "second": set()}
+    (judged,) = saved_in([tmp_path], trained={"default": False, "second": True})
+    assert (judged.path.name, judged.errors) == ("second", ())
+    config = tmp_path / "second" / "adapter_config.json"
+    config.write_text(config.read_text().replace('"LORA"', '"IA3"'))
+    (other,) = saved_in([tmp_path / "second"])
+    assert (other.errors, other.unchecked) == ((), "IA3")
 
 
 @pytest.mark.parametrize(("config", "leaks"), [(hf.FalconConfig, True), (hf.LlamaConfig, False)])
