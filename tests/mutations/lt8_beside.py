@@ -34,7 +34,11 @@ EDITS = {
         options={"servers": ["vllm"]},
     ),
     **for_servers("LT801 head", Edit(REWARD), "vllm", "sglang"),
+    "LT801 of three labels": Edit(REWARD, tensors={"{SCORE}": raw(3, 16, dtype="BF16")}, options={"servers": ["vllm"]}),
     "LT811": Edit(REWARD, quiet=True, options={"servers": ["peft"]}),
+    "LT811 of three labels": Edit(
+        REWARD, tensors={"{SCORE}": raw(3, 16, dtype="BF16")}, quiet=True, options={"servers": ["peft"]}
+    ),
     **for_servers("LT802", Edit(CAUSAL, by=_magnitudes, config={"use_dora": True}), "vllm", "sglang", "llama.cpp"),
     **for_servers(
         "LT804",

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Collection, Iterator
 
 from lora_tool.adapters import targeting
-from lora_tool.adapters.support import BIAS_WITHOUT_PLACE, UNMERGED, refusals
+from lora_tool.adapters.support import BIAS_WITHOUT_PLACE, UNMERGED, Refusal, refusals, refusals_of_config
 from lora_tool.adapters.targeting import is_lost_on_loading
 from lora_tool.adapters.view import LoraLayer, WholeTensor
 from lora_tool.core.display import counted
@@ -171,16 +171,26 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `"layer_replication": [[0, 16], [8, 32]]`.
     What to do: Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.
     """
+    for refusal in refusals(subject.view):
+        yield Fault(message=f"{_REFUSES}: {refusal.text}", path=subject.config_path, hint=way_out(subject, refusal))
+    if (name := bias_without_place(subject)) is not None:
+        yield Fault(subject=name, message=f"{_REFUSES}: {BIAS_WITHOUT_PLACE}", hint=UNMERGED)
+
+
+def way_out(subject: AdapterSubject, refusal: Refusal) -> str:
+    """Return what is done with an adapter that a plain merge refuses."""
     root = shlex.quote(str(subject.checkpoint.root))
     in_memory = f"let PEFT merge it, with the whole model in memory: lora-tool merge --allow-in-memory {root}"
-    for refusal in refusals(subject.view):
-        hint = in_memory if refusal.in_memory else refusal.hint
-        yield Fault(message=f"{_REFUSES}: {refusal.text}", path=subject.config_path, hint=hint)
-    if isinstance(match := subject.match, BaseMatch):
-        for layer in subject.layers:
-            if layer.bias and match.tensor(layer.target) and not match.tensor(layer.target, "bias"):
-                yield Fault(subject=layer.bias.name, message=f"{_REFUSES}: {BIAS_WITHOUT_PLACE}", hint=UNMERGED)
-                return
+    return in_memory if refusal.in_memory else refusal.hint
+
+
+def bias_without_place(subject: AdapterSubject) -> str | None:
+    """Return the first LoRA bias on a layer that has none in the base; None where there is none, or no base."""
+    match = subject.match
+    if not isinstance(match, BaseMatch):
+        return None
+    biases = ((layer.bias, layer.target) for layer in subject.layers if layer.bias)
+    return next((bias.name for bias, at in biases if match.tensor(at) and not match.tensor(at, "bias")), None)
 
 
 @rule("LT216", Severity.ERROR, on=AdapterSubject, needs=_WHOLE)
@@ -214,7 +224,9 @@ def not_lora(subject: AdapterSubject) -> Iterator[Fault]:
     """
     if subject.config.is_of_another_kind:
         message = f"expected LORA, found {subject.config.peft_type}"
-        yield Fault(subject="peft_type", message=message, path=subject.config_path)
+        refusal = next(refusals_of_config(subject.view), None)
+        hint = None if refusal is None else way_out(subject, refusal)
+        yield Fault(subject="peft_type", message=message, path=subject.config_path, hint=hint)
 
 
 @rule("LT226", Severity.ERROR, on=AdapterSubject, needs=_WHOLE, unmergeable=True)
@@ -278,7 +290,10 @@ def expert_layout_unknown(subject: AdapterSubject) -> Iterator[Fault]:
     if config.expert_layout is not None:
         if config.expert_layout not in {layout.value for layout in ExpertLayout}:
             message = f"expected rank_major or grouped_by_expert, found {config.expert_layout}"
-            yield Fault(subject="lora_B_layout", message=message, path=subject.config_path, severity=Severity.ERROR)
+            hint = "write the one it was trained with; Unsloth packed grouped_by_expert until 2026-09, rank_major since"
+            yield Fault(
+                subject="lora_B_layout", message=message, path=subject.config_path, severity=Severity.ERROR, hint=hint
+            )
         return
     if not config.by_unsloth:
         return

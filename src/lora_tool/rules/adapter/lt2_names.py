@@ -167,9 +167,9 @@ def weights_beside_the_adapter(subject: AdapterSubject) -> Iterator[Fault]:
     for name in subject.checkpoint.folder.trained_beside:
         message = "holds trained weights that are not part of the adapter, and PEFT does not read it"
         is_head = name.startswith("value_head.") and subject.config.task_type == "CAUSAL_LM"
-        hint = (
-            f"if this is a reward model: lora-tool convert {shlex.quote(str(root))} --to peft --rm" if is_head else None
-        )
+        as_reward = f"if this is a reward model: lora-tool convert {shlex.quote(str(root))} --to peft --rm"
+        into_base = "merge with the program that trained it, or put these weights into the base first"
+        hint = as_reward if is_head else into_base
         yield Fault(message=message, path=root / name, hint=hint)
 
 

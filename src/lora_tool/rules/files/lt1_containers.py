@@ -197,7 +197,10 @@ def pickle_weights(subject: Subject) -> Iterator[Fault]:
     for problem in subject.problems:
         if problem.defect is Defect.PICKLE:
             severity = Severity.ERROR if problem.fatal else Severity.WARNING
-            hint = readable if isinstance(subject.checkpoint, AdapterDir) and not problem.fatal else None
+            hint = readable if isinstance(subject.checkpoint, AdapterDir) else None
+            hint = (
+                "load it where it may run code, and save it: model.save_pretrained(folder)" if problem.fatal else hint
+            )
             yield Fault(
                 message=problem.message, subject=problem.subject, path=problem.path, severity=severity, hint=hint
             )

@@ -13,8 +13,11 @@ import shlex
 from collections.abc import Iterator
 
 from lora_tool.adapters.fused_experts import fused_experts
+from lora_tool.adapters.support import UNMERGED, refusals
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.report import Severity
+from lora_tool.rules.adapter.lt2_config import bias_without_place
+from lora_tool.rules.adapter.lt3_head import head_weight, saved_heads
 from lora_tool.rules.engine.registry import Fault, Need
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
 from lora_tool.rules.serving.forms import (
@@ -56,10 +59,15 @@ def asked(subject: AdapterSubject, *servers: Server) -> Iterator[Server]:
 
 
 def merged(subject: AdapterSubject) -> str:
-    """Return the command that makes a model of it, which every server takes."""
-    root = str(subject.checkpoint.root)
-    reward = "--rm " if subject.is_reward() else ""
-    return f"merge it and serve the merged model: lora-tool merge {reward}{shlex.quote(root)}"
+    """Return the command that makes a model of it, which every server takes; another way out where no merge is exact."""
+    refused = tuple(refusals(subject.view))
+    no_way = next((each.hint for each in refused if not each.in_memory), None)
+    if no_way is not None or bias_without_place(subject):
+        return no_way or UNMERGED
+    head = head_weight(saved_heads(subject))
+    reward = "--rm " if subject.is_reward() and (head is None or head.shape[:1] == (1,)) else ""
+    options = f"{reward}{'--allow-in-memory ' * bool(refused)}"
+    return f"merge it and serve the merged model: lora-tool merge {options}{shlex.quote(str(subject.checkpoint.root))}"
 
 
 def prepared(subject: AdapterSubject, server: Server, *options: str, each_expert: bool = False) -> str:
