@@ -316,3 +316,14 @@ def test_a_base_that_is_not_here_to_compare_with_is_skipped_and_strict_fails(
 def test_a_good_adapter_with_its_base_has_nothing_skipped(call: Caller) -> None:
     called = call("validate", "fixtures/causal-llama/adapter", "fixtures/reward-qwen2/adapter", "--strict", "--json")
     assert (called.code, called.json["skipped"]) == (0, [])
+
+
+@pytest.mark.parametrize("name", ["adapter_model (1).safetensors", "adapter_config copy.json"])
+def test_a_file_that_a_browser_renamed_is_named_with_its_right_name(name: str, call: Caller, adapter: Path) -> None:
+    right = re.sub(r" [(\w)]+(?=\.)", "", name)
+    (adapter / right).rename(adapter / name)
+    printed = call("validate", adapter).out
+    assert f"is missing, but {name} is there" in printed
+    assert f"hint: mv '{adapter / name}' {adapter / right}" in printed
+    (adapter / name).rename(adapter / f"mine{Path(name).suffix}")
+    assert f"hf download OWNER/NAME {right} --local-dir {adapter}" in call("validate", adapter).out or "json" in name

@@ -166,5 +166,12 @@ def _absent(folder: Folder, name: str) -> str:
         begun = other.lower().lstrip(".").startswith(name.lower())
         return begun or (suffix != "json" and other.startswith(f"{stem}.") and other.endswith(f".{suffix}"))
 
-    found = next(filter(is_like, folder.files), None)
+    found = renamed(folder, name) or next(filter(is_like, folder.files), None)
     return "is missing" if found is None else f"is missing, but {found} is there"
+
+
+def renamed(folder: Folder, name: str) -> str | None:
+    """Return the file that a browser or a file manager saved under another name, `adapter_model (1).safetensors`."""
+    stem, _, suffix = map(re.escape, name.rpartition("."))
+    copy = re.compile(rf"(?i:copy of )?{stem}(?: ?\(\d+\)| ?-? ?(?i:copy)(?: ?\(?\d+\)?)?)?\.{suffix}\Z")
+    return next((other for other in folder.files if other != name and copy.match(other)), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterator
+from pathlib import Path
 
 from lora_tool.adapters import targeting
 from lora_tool.adapters.support import BIAS_WITHOUT_PLACE, UNMERGED, Refusal, refusals, refusals_of_config
@@ -18,11 +19,10 @@ from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.models.ends import is_end
 from lora_tool.rules.engine.registry import Fault, Need, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, Subject
+from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, Subject, fetched_again
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _REFUSES = "`lora-tool merge` refuses it"
-_COPY_CONFIG = "copy the file from another checkpoint of the same run, or save the model again"
 _OF_THAT_RUN = "or take the config of the run that wrote the weights"
 _FROM_NEWER_PEFT = (
     "load the adapter with the PEFT version that wrote it or a newer one; remove the field if it is misspelt"
@@ -151,7 +151,7 @@ def wrong_field(subject: Subject) -> Iterator[Fault]:
     """
     for problem in subject.problems:
         if problem.defect is Defect.BAD_FIELD:
-            hint = _COPY_CONFIG if problem.subject is None else None
+            hint = fetched_again(subject, Path(problem.path).name) if problem.subject is None else None
             yield Fault(message=problem.message, subject=problem.subject, path=problem.path, hint=hint)
     if isinstance(subject, AdapterSubject) and subject.config.has_known_type:
         for name in subject.config.unknown:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from lora_tool.adapters.targeting import trained_for
 from lora_tool.adapters.view import AdapterView, HalfPair, LoraLayer, half_pair_in
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, RunDir
+from lora_tool.checkpoints.folders import renamed
 from lora_tool.core.choices import Choice
 from lora_tool.core.errors import Defect, Problem
 from lora_tool.core.tensors import StoredTensor, TensorSpec, TensorTable
@@ -133,6 +134,16 @@ class RunSubject(Subject, frozen=True, kw_only=True, eq=False):
     def has(self, matter: Matter | Defect) -> bool:
         """See `Subject`; the logs and the names are those of its saves, which are judged by themselves."""
         return matter is Matter.RUN or (not isinstance(matter, Matter) and super().has(matter))
+
+
+def fetched_again(subject: Subject, name: str) -> str:
+    """Return how to get the file `name`, which is missing or broken, once more."""
+    root, other = subject.checkpoint.root, renamed(subject.checkpoint.folder, name)
+    if other is not None:
+        return shlex.join(["mv", str(root / other), str(root / name)])
+    if subject.checkpoint.folder.trainer is not None:
+        return "copy the file from another checkpoint of the same run, or save the model again"
+    return f"copy the file again, or download it: {shlex.join(['hf', 'download', 'OWNER/NAME', name, '--local-dir', str(root)])}"
 
 
 def an_earlier_checkpoint(subject: Subject, otherwise: str) -> str:

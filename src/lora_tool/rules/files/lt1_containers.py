@@ -9,8 +9,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from lora_tool.checkpoints import AdapterDir
-from lora_tool.checkpoints.folders import listed
+from lora_tool.checkpoints import ADAPTER_WEIGHTS, AdapterDir
+from lora_tool.checkpoints.folders import listed, renamed
 from lora_tool.checkpoints.models import other_models
 from lora_tool.checkpoints.nearby import consolidate_command, training_state_near
 from lora_tool.checkpoints.registry import holds_rank_files
@@ -29,7 +29,7 @@ from lora_tool.formats.files import (
     way_to_open,
 )
 from lora_tool.rules.engine.registry import Fault, rule
-from lora_tool.rules.engine.subjects import Subject, an_earlier_checkpoint
+from lora_tool.rules.engine.subjects import Subject, an_earlier_checkpoint, fetched_again
 
 _OTHER_JSON = frozenset(
     {
@@ -354,6 +354,8 @@ def _where_they_are(subject: Subject) -> str | None:
     if any(name.startswith("adapter_model-") for name in checkpoint.folder.files):
         return f"{_IN_ONE_FILE} (run it in {checkpoint.root})"
     state = training_state_near(checkpoint.root)
+    if state is None and (checkpoint.folder.trainer is None or renamed(checkpoint.folder, ADAPTER_WEIGHTS)):
+        return fetched_again(subject, ADAPTER_WEIGHTS)
     if state is None:
         return an_earlier_checkpoint(subject, "no rank files that have them lie in this folder or beside it")
     return f"take them from the training checkpoint {state}: {consolidate_command(checkpoint.root)}"
