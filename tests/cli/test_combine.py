@@ -97,7 +97,7 @@ def test_a_changed_factor_is_found(call: Caller, tmp_path: Path) -> None:
     ("typed", "code", "said"),
     [
         (("combine", ADAPTER, "-o", "out", "--rank", "2", "--keep", "0.5"), 2, "not both"),
-        (("combine", "-o", "out"), 2, "Missing argument"),
+        (("combine", "-o", "out"), 2, "ADAPTER is missing"),
         (("combine", f"{ADAPTER}=0", "-o", "out"), 2, "leaves it out"),
         (("combine", f"{ADAPTER}=nan", "-o", "out"), 2, "is not a usable number"),
         (("combine", ADAPTER, "-o", "out", "--head-of", "nobody"), 2, "not one of the adapters"),
@@ -110,7 +110,7 @@ def test_a_changed_factor_is_found(call: Caller, tmp_path: Path) -> None:
         (("prepare", ADAPTER, "--for", "vlm", "-o", "out"), 2, "llama.cpp"),
         (("prepare", ADAPTER, "--for", "sglang", "--reward-base", "rm", "-o", "out"), 2, "is only for vLLM"),
         (("prepare", REWARD, "--for", "llama.cpp", "-o", "out"), 3, "`score` saved whole"),
-        (("extract", "fixtures/causal-llama/base", "--rank", "4", "-o", "out"), 2, "missing option --base"),
+        (("extract", "fixtures/causal-llama/base", "--rank", "4", "-o", "out"), 2, "--base is missing"),
         (("resize", ADAPTER, "-o", "out", "--keep", "0"), 2, "0<x<=1"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_dry_run_writes_nothing(drifted: Path, call: Caller, tmp_path: Path) -
     [
         (["fixtures/causal-llama/base", "--to", "peft"], 3, "is a base model: expected an adapter"),
         (["fixtures/causal-llama/adapter", "--to", "pefft"], 2, "'pefft' is not"),
-        (["fixtures/causal-llama/adapter"], 2, "Missing option '--to'"),
+        (["fixtures/causal-llama/adapter"], 2, "--to is missing"),
         (["nowhere", "--to", "peft"], 3, "nowhere: no such folder"),
         (["fixtures/causal-llama/adapter", "--to", "peft", "--ignore", "LT9"], 2, "There is no rule 'LT9'"),
     ],

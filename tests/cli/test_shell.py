@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,9 @@ from lora_tool.cli.exit_codes import _BY_ERROR, MEANINGS
 from lora_tool.cli.main import COMMANDS, all_commands, cli
 from lora_tool.cli.options import FolderOrId
 from lora_tool.core.version import __version__
-from tests.cli.calling import REPOSITORY, Caller
+from tests.cli.calling import FIXTURES, REPOSITORY, Caller
+
+REWARD = "fixtures/reward-qwen2/adapter"
 
 
 def test_env_names_versions_and_nothing_private(call: Caller) -> None:
@@ -206,6 +209,36 @@ def test_a_usage_error_looks_as_every_other(call: Caller) -> None:
     called = call("merge", "--colours")
     assert called.err.splitlines() == ["error: No such option '--colours'.", "hint: lora-tool merge --help"]
     assert call("merge", "--taks", "x").err.endswith("hint: did you mean --task?\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["merge", REWARD, "--rm", f"{REWARD}=0.5"], "-o OUT"),
+        (["combine", f"{REWARD}=0.5"], "-o PATH"),
+        (["combine", "-o", "a b"], "ADAPTER"),
+        (["resize", REWARD, "-o", "a b"], "--keep 0.99"),
+        (["extract", REWARD, "-o", "a"], "--base MODEL"),
+        (["convert", REWARD], "--to peft"),
+        (["prepare", REWARD, "-o", "a"], "--for NAME"),
+        (["push", REWARD], "REPO"),
+        (["diff", REWARD], "SECOND"),
+    ],
+)
+def test_what_is_missing_is_added_to_what_was_typed(call: Caller, words: list[str], hint: str) -> None:
+    done = call(*words)
+    assert done.code == 2
+    assert done.err.splitlines()[-1] == f"hint: lora-tool {shlex.join(words)} {hint}"
+
+
+def test_a_folder_that_looks_like_an_option_is_named_so_that_it_can_be_typed(
+    call: Caller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(FIXTURES / "causal-llama", tmp_path / "llama")
+    (tmp_path / "llama" / "adapter").rename(tmp_path / "llama" / "-a")
+    monkeypatch.chdir(tmp_path / "llama")
+    assert call("validate", "--", "-a").out.endswith(f"next: lora-tool merge {tmp_path}/llama/-a\n")
+    assert f'("{tmp_path}/llama/-a-merged")' in call("merge", "./-a").out
 
 
 def test_every_exit_code_is_explained(call: Caller) -> None:

@@ -122,7 +122,7 @@ def test_a_pooler_that_only_the_tasks_class_has_must_be_saved(tmp_path: Path) ->
     fresh = case("bert", task="seq-cls", base_task="causal-lm", labels=3, target_modules=["query"])
     base, adapter = fresh.write(tmp_path)
     (finding,) = judge(adapter, base=base).at_least(Severity.WARNING)
-    assert (finding.code, "`bert.pooler.dense.bias` (and 1 more)" in finding.message) == ("LT515", True)
+    assert (finding.code, "`bert.pooler.dense." in finding.message) == ("LT515", True)
     assert str(finding.hint).endswith('train again with modules_to_save=["classifier", "score", "pooler"]')
     with pytest.raises(FindingsFound, match="LT515 .*pooler"):
         merge_with_ours(base, adapter, tmp_path / "ours", "float32")

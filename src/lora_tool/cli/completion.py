@@ -7,7 +7,7 @@ from click.shell_completion import FishComplete, add_completion_class, get_compl
 
 _WHERE = {
     "bash": 'add to ~/.bashrc: eval "$(lora-tool completion bash)"',
-    "zsh": 'add to ~/.zshrc: eval "$(lora-tool completion zsh)"',
+    "zsh": 'add to ~/.zshrc: autoload -Uz compinit && compinit && eval "$(lora-tool completion zsh)"',
     "fish": "run: lora-tool completion fish > ~/.config/fish/completions/lora-tool.fish",
 }
 

@@ -84,7 +84,9 @@ class RuleChoice(Struct, frozen=True, kw_only=True):
 
 
 class _Wrong(click.UsageError):
-    """The configuration file cannot be used; exit code 2."""
+    """The configuration file cannot be used; exit code 2. The message says where, and what is expected there."""
+
+    hint = None
 
 
 def configuration(given: str | Path | None, checked: Iterable[str]) -> Configuration:
@@ -251,7 +253,7 @@ def _apply_table(ctx: click.Context, configured: Configuration) -> None:
     for key, value in table.items():
         spelled, where = key.replace("_", "-"), f"{configured.path}: [{ctx.command.name}]"
         if spelled not in names:
-            raise click.UsageError(f"{where}: {_unknown(key, ctx.command, names)}")
+            raise _Wrong(f"{where}: {_unknown(key, ctx.command, names)}")
         where, option = f"{where} {key}", names[spelled]
         name = option.name or ""
         if name in settled:
@@ -260,7 +262,7 @@ def _apply_table(ctx: click.Context, configured: Configuration) -> None:
             read = option.process_value(ctx, _placed(option, _typed(option, value, where), folder))
         except (click.BadParameter, ValueError) as error:
             message = error.message if isinstance(error, click.BadParameter) else str(error)
-            raise click.UsageError(f"{where}: {message}") from error
+            raise _Wrong(f"{where}: {message}") from error
         ctx.params[name] = not read if f"--{spelled}" in option.secondary_opts else read
         ctx.set_parameter_source(name, ParameterSource.DEFAULT_MAP)
 
@@ -291,7 +293,7 @@ def _typed(option: click.Option, value: object, where: str) -> object:
         expected = "a list of strings" if option.multiple else "a string"
         right = all(isinstance(item, str) and item for item in listed)
     if not right:
-        raise click.UsageError(f"{where}: expected {expected}, found {value!r}")
+        raise _Wrong(f"{where}: expected {expected}, found {value!r}")
     return listed if option.multiple else value
 
 

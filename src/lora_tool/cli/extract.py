@@ -16,16 +16,20 @@ from lora_tool.workflows.extract import ExtractOptions, extract
     "extract", cls=Timed, epilog="Example: lora-tool extract my-model/ --base base-model/ --rank 64 -o my-adapter/"
 )
 @click.argument("model", type=FolderOrId(), metavar="MODEL")
-@click.option("--base", type=FolderOrId(), metavar="MODEL", help=f"The model that MODEL was trained from: {ANYWHERE}.")
+@click.option(
+    "--base",
+    type=FolderOrId(),
+    metavar="MODEL",
+    required=True,
+    help=f"The model that MODEL was trained from: {ANYWHERE}.",
+)
 @options_of(ExtractOptions)
 @run_options
-def command(model: str, *, base: str | None, **typed: Any) -> None:
+def command(model: str, *, base: str, **typed: Any) -> None:
     """Write the adapter that turns the base into MODEL, as closely as its ranks allow.
 
     Both models are read four times, in blocks; no matrix is decomposed whole. For each module it reports how much does
     not fit in the rank, and how much rounding the weights to 16 bits explains. Norms, embeddings and heads are saved
     whole, so a reward model and its causal base give a reward adapter.
     """
-    if base is None:
-        raise click.UsageError("missing option --base: give the model that MODEL was trained from")
     extract(model, base, typed_as(ExtractOptions, typed), caller(typed))

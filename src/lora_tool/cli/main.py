@@ -11,6 +11,7 @@ import io
 import itertools
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -249,10 +250,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         code = INTERRUPTED
     except click.ClickException as error:
         code = error.exit_code
-        _show_usage(error, as_json=as_json)
+        _show_usage(error, words, as_json=as_json)
     except LoraToolError as error:
         code = exit_code(error)
-        error.hint = error.hint and retyped(error.hint, words)
+        error.hint = error.hint and _with_command(retyped(error.hint, words), words)
         show_error(error, code, as_json=as_json)
     except (MemoryError, RuntimeError) as error:
         show_error(_of_limits(error))
@@ -273,16 +274,26 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _show_usage(error: click.ClickException, *, as_json: bool) -> None:
+def _show_usage(error: click.ClickException, words: Sequence[str], *, as_json: bool) -> None:
     if isinstance(error, NoWords):
         click.echo(error.message, err=True)
-    else:
-        show_error(_of_usage(error), error.exit_code, as_json=as_json)
+        return
+    ours = _of_usage(error, words)
+    if os.environ.get("GITHUB_ACTIONS") == "true":  # nothing is checked whose report could say it
+        click.echo(f"::error::{printable(str(ours)).replace('%', '%25')}", err=True)
+    show_error(ours, error.exit_code, as_json=as_json)
 
 
-def _of_usage(error: click.ClickException) -> LoraToolError:
+def _with_command(hint: str, words: Sequence[str]) -> str:
+    """Return a hint that is nothing but an argument as the command that was typed, with that argument."""
+    return f"lora-tool {shlex.join(words)} {hint}" if re.fullmatch(r"`\w+=[^`]*`", hint) else hint
+
+
+def _of_usage(error: click.ClickException, words: Sequence[str]) -> LoraToolError:
     context = getattr(error, "ctx", None)
-    hint = f"{context.command_path} --help" if context is not None else None
+    hint = getattr(error, "hint", f"{context.command_path} --help" if context is not None else None)
+    if isinstance(error, click.MissingParameter) and error.param is not None:
+        return _missing(error.param, words)
     if not isinstance(error, click.NoSuchOption):
         message = error.format_message()
         return LoraToolError(message if context is None else _with_variables(context, message), hint=hint)
@@ -291,6 +302,15 @@ def _of_usage(error: click.ClickException) -> LoraToolError:
     # closer than click asks: what only rhymes, as --base with --verbose, was not meant
     meant = closest(error.option_name, error.possibilities or (), likeness=0.75)
     return LoraToolError(error.message, hint=f"did you mean {meant}?" if meant else hint)
+
+
+def _missing(param: click.Parameter, words: Sequence[str]) -> LoraToolError:
+    """Return the error for what was not typed; its hint is what was, with that."""
+    first, *_, last = 2 * re.findall(r"[\w-]+", param.metavar or param.human_readable_name.upper())
+    if not isinstance(param, click.Option):
+        return LoraToolError(f"{first} is missing", hint=f"lora-tool {shlex.join([*words, first])}")
+    value = param.type.choices[0] if isinstance(param.type, click.Choice) else last
+    return LoraToolError(f"{param.opts[-1]} is missing", hint=f"lora-tool {shlex.join([*words, param.opts[0], value])}")
 
 
 def _with_variables(context: click.Context, message: str) -> str:

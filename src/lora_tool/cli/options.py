@@ -33,7 +33,7 @@ class UserPath(click.Path):
         super().__init__(exists=exists, file_okay=file_okay, dir_okay=dir_okay, readable=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ANN401
-        return super().convert(os.path.expanduser(value), param, ctx)  # noqa: PTH111 - Path raises where nobody lives
+        return super().convert(typable(os.path.expanduser(value)), param, ctx)  # noqa: PTH111 - Path raises where nobody lives
 
 
 PICTURES = (".png", ".svg", ".pdf", ".html")
@@ -54,8 +54,16 @@ class PicturePath(UserPath):
         return path
 
 
+def typable(path: str) -> str:
+    """Return a path that no command takes for an option, which is how it is said in every hint."""
+    return str(Path.cwd() / path) if str(Path(path)).startswith("-") else path
+
+
 class FolderOrId(click.types.StringParamType):
     """A folder or a Hub id, taken as it is typed; shells complete it as a folder."""
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return typable(super().convert(value, param, ctx))
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002 - click's signature
         return [CompletionItem(incomplete, type="dir")]

@@ -117,9 +117,10 @@ def duration(seconds: float) -> str:
 def from_here(path: Path) -> Path:
     """Return a path as it is typed from the working directory, if it lies in it; any other as it is."""
     try:
-        return path.relative_to(Path.cwd()) if path.is_absolute() else path
+        here = path.relative_to(Path.cwd()) if path.is_absolute() else path
     except (ValueError, OSError):
         return path
+    return path if str(here).startswith("-") else here  # which a command would take for an option
 
 
 def counted(n: int, what: str) -> str:

@@ -261,8 +261,11 @@ def _installed_from(extra: str) -> str:
         origin = {}
     url = str(origin.get("url", ""))
     if url.startswith("file://"):
+        clone = Path(unquote(url.removeprefix("file://")))
+        if not clone.exists():
+            return f"'.[{extra}]', in a clone of lora-tool: {clone} is gone"
         editable = "-e " if origin.get("dir_info", {}).get("editable") else ""
-        return editable + shlex.quote(f"{unquote(url.removeprefix('file://'))}[{extra}]")
+        return editable + shlex.quote(f"{clone}[{extra}]")
     return f"'lora-tool[{extra}]'" if not url else f"'lora-tool[{extra}] @ git+{url}'"
 
 

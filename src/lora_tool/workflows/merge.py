@@ -327,11 +327,9 @@ def _require_named_output(adapters: Sequence[Reference], options: MergeArguments
     """Return unless several adapters are merged without a name for the result. Raises `WrongValue`."""
     if len(adapters) > 1 and options.out is None:
         meant = meant_instead(adapters, options.base)
-        raise WrongValue(
-            f"give the base model with `base=MODEL`: {meant}"
-            if meant
-            else "name the output with `out=OUT` when merging several adapters"
-        )
+        if meant is not None:
+            raise WrongValue("one of the folders is a model, which is given as the base: `base=MODEL`", hint=meant)
+        raise WrongValue("several adapters are merged into a folder that has to be named", hint="`out=OUT`")
 
 
 def _default_output_of(adapter: Reference) -> Path | None:

@@ -28,7 +28,7 @@ class ResizeOptions(ResumableOptions, IgnoreOptions, RankOptions):
 def require_one_rank(options: RankOptions) -> None:
     """Return if the options give either a rank or a share. Raises `WrongValue`."""
     if (options.rank is None) == (options.keep is None):
-        raise WrongValue("give either `rank=R` or `keep=SHARE`")
+        raise WrongValue("give either `rank=R` or `keep=SHARE`", hint="`keep=0.99`" if options.rank is None else None)
 
 
 def resize(adapter: Reference, options: ResizeOptions, caller: Caller = LIBRARY) -> Done:
