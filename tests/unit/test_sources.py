@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from lora_tool.checkpoints.sources import resolve
+from lora_tool.checkpoints.sources import Wanted, located, resolve
 from lora_tool.core.errors import CheckpointError, HubUnreachable, IncompleteCheckpoint, NotACheckpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -143,6 +143,16 @@ def test_a_mistyped_path_is_told_from_the_nearest_folder(
         resolve(typed)
     said = caught.value.hint or ""
     assert said == f"did you mean {meant}?" if meant else not said.startswith("did you mean")
+
+
+def test_a_folder_of_the_other_kind_is_not_what_was_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my-base").mkdir()
+    (tmp_path / "my-base" / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    for wanted, hint in ((Wanted.MODEL, "did you mean my-base?"), (Wanted.ADAPTER, None)):
+        with pytest.raises(CheckpointError) as caught:
+            located("my-bas", wanted, only=True)
+        assert caught.value.hint == hint
 
 
 def test_a_name_in_another_unicode_form_is_told_as_bash_takes_it(

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from lora_tool.core.errors import NotACheckpoint
 from lora_tool.formats.files import expanded
 
+Fits = Callable[[Path], bool]
 _MOST_NAMES = 10_000
 """Names of a folder that are compared: it may be anybody's."""
 
 
-def no_such_folder(path: str | Path, looked_in: str = "") -> NotACheckpoint:
+def no_such_folder(path: str | Path, looked_in: str = "", *, fits: Fits = os.path.isdir) -> NotACheckpoint:
     """Return the error for a path where nothing is; `looked_in` is added to it in brackets."""
     if os.path.islink(path):  # noqa: PTH114 - it raises for long names
         return NotACheckpoint(f"{path} is a link to {Path(path).readlink()}, which leads to no folder")
-    return NotACheckpoint(f"{path}: no such folder{f' ({looked_in})' if looked_in else ''}", hint=probably_meant(path))
+    return NotACheckpoint(
+        f"{path}: no such folder{f' ({looked_in})' if looked_in else ''}", hint=probably_meant(path, fits)
+    )
 
 
 def not_a_folder(path: str | Path) -> NotACheckpoint:
@@ -25,8 +29,8 @@ def not_a_folder(path: str | Path) -> NotACheckpoint:
     return NotACheckpoint(f"{path} is a file, not a folder", hint=f"name its folder: {Path(path).parent}")
 
 
-def probably_meant(path: str | Path) -> str | None:
-    """Return a question that names the folder whose name is the closest, None where none is close.
+def probably_meant(path: str | Path, fits: Fits = os.path.isdir) -> str | None:
+    """Return a question that names the folder that `fits` and whose name is the closest, None where none is close.
 
     The first part of the path that is not there is taken for the mistake; the rest of it has to be there.
     """
@@ -40,7 +44,7 @@ def probably_meant(path: str | Path) -> str | None:
                 meant = part.parent.joinpath(name, *rest)
                 if meant.is_dir() and _composed(name) == _composed(part.name):
                     return f"the name is there with its accents encoded in another way: {_in_ascii(meant)}"
-                if meant.is_dir():
+                if fits(meant):
                     return f"did you mean {meant}?"
             return None
         rest.insert(0, part.name)

@@ -25,7 +25,7 @@ from lora_tool.checkpoints import (
     open_adapter,
     open_checkpoint,
 )
-from lora_tool.checkpoints.path_suggestions import no_such_folder, not_a_folder, probably_meant
+from lora_tool.checkpoints.path_suggestions import Fits, no_such_folder, not_a_folder, probably_meant
 from lora_tool.core.display import from_here
 from lora_tool.core.errors import BrokenFile, HubError, IncompleteCheckpoint, NotACheckpoint, UnsupportedAdapter
 from lora_tool.core.hub_names import FORMS, HubName, hub_id_of, hub_name, is_address
@@ -78,6 +78,11 @@ class Wanted(str, enum.Enum):
         """The pattern of the weights for repositories without safetensors files."""
         return "adapter_model.bin" if self is Wanted.ADAPTER else "pytorch_model*.bin"
 
+    def fits(self, folder: Path) -> bool:
+        """Return whether a folder may have been meant: one that is plainly of the other kind was not."""
+        other, own = (ADAPTER_CONFIG, CONFIG) if self is Wanted.MODEL else (CONFIG, ADAPTER_CONFIG)
+        return folder.is_dir() and (is_file(folder / own) or not is_file(folder / other))
+
 
 class Source(Struct, frozen=True, kw_only=True):
     """A folder on this disk and the user's name for it; `hub_id` and `revision` (a commit) if it is from the Hub."""
@@ -115,10 +120,11 @@ def unfetched(reference: str, near: Path | None = None) -> Source:
     return source_of(path, reference) if hub_id is None else Source(path=path, reference=reference, hub_id=hub_id)
 
 
-def located(checkpoint: Reference, wanted: Wanted, near: Path | None = None) -> Source:
-    """Return where a checkpoint is; a Hub id is downloaded. Raises as `resolve` does."""
+def located(checkpoint: Reference, wanted: Wanted, near: Path | None = None, *, only: bool = False) -> Source:
+    """Return where a checkpoint is; a Hub id is downloaded. Raises as `resolve` does; `only` what is wanted is suggested."""
     if isinstance(checkpoint, str | os.PathLike):
-        return resolve(checkpoint, near=near, download=True, wanted=wanted)
+        fits = wanted.fits if only else os.path.isdir
+        return resolve(checkpoint, near=near, download=True, wanted=wanted, fits=fits)
     return source_of(checkpoint.root)
 
 
@@ -136,6 +142,7 @@ def resolve(
     revision: str | None = None,
     download: bool = False,
     wanted: Wanted = Wanted.MODEL,
+    fits: Fits = os.path.isdir,
 ) -> Source:
     """Return the local folder that `reference`, a path or a Hub id, means.
 
@@ -166,7 +173,7 @@ def resolve(
         )
     looked_in = "looked in " + " and ".join(dict.fromkeys(map(os.path.abspath, filter(None, (Path(), near)))))
     looked_in += ", and in the folders above" if near else ""
-    raise no_such_folder(reference, "" if Path(reference).is_absolute() else looked_in)
+    raise no_such_folder(reference, "" if Path(reference).is_absolute() else looked_in, fits=fits)
 
 
 def opened(checkpoint: Reference, *, wanted: Wanted = Wanted.ADAPTER) -> Checkpoint:

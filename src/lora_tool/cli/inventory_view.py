@@ -9,7 +9,7 @@ from typing import TextIO
 from rich.table import Table
 from rich.text import Text
 
-from lora_tool.cli.tables import fits, new_table, print_all
+from lora_tool.cli.tables import fits, fits_folded, new_table, print_all
 from lora_tool.core.display import counted, number, printable, size
 from lora_tool.workflows.inventory import PruneChoice
 from lora_tool.workflows.ls import Listing
@@ -22,14 +22,16 @@ def show_inventory(listing: Listing, out: TextIO) -> None:
     parts: list[str | Table] = [listing.summary]
     if listing.checkpoints:
         table = _table(listing, by_content=True)
-        parts.insert(0, table if fits(table, out) else _table(listing, by_content=False))
+        if not fits(table, out):
+            table = _table(listing, by_content=False)
+        parts.insert(0, table if fits_folded(table, out) else _table(listing, by_content=False, kinds=False))
     print_all(parts, out)
 
 
-def _table(listing: Listing, *, by_content: bool) -> Table:
+def _table(listing: Listing, *, by_content: bool, kinds: bool = True) -> Table:
     table = listing.table(by_content=by_content)
     rows: list[tuple[str | Text, ...]] = [
-        (*row[:-1], Text(row[-1], style=_COLOURS[item.row.verdict]))
+        (row[0], row[1] if kinds else "", *row[2:-1], Text(row[-1], style=_COLOURS[item.row.verdict]))
         for row, item in zip(table.rows, listing.checkpoints, strict=True)
     ]
     return new_table(table.columns, rows)

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 
+from huggingface_hub import get_token
 from huggingface_hub.hf_api import RepoFile
 from msgspec.structs import replace
 
@@ -129,6 +130,8 @@ def _warnings(
     checkpoint: AdapterDir | ModelDir, report: Report, origin: Origin, *, gated_made_public: bool
 ) -> Iterator[str]:
     yield from map(str, report.at_least(Severity.WARNING)[:_SHOWN_FINDINGS])
+    if get_token() is None:
+        yield "no token is set, and the Hub refuses a push without one: hf auth login, or set HF_TOKEN"
     if isinstance(checkpoint, ModelDir) and checkpoint.config is not None and checkpoint.config.custom_code:
         yield "config.json names custom code (auto_map): --include '*.py' pushes it"
     if origin.adapter and origin.local:

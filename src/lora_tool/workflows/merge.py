@@ -106,13 +106,13 @@ def merge_inputs(
     `IncompatibleBase` where the adapters name two bases.
     """
     listed, weights = all_weighted(adapters, weights)
-    sources = tuple(located(each, Wanted.ADAPTER) for each in listed)
+    sources = tuple(located(each, Wanted.ADAPTER, only=True) for each in listed)
     try:
         opened = tuple(
             open_adapter_at(found.path) if isinstance(each, str | os.PathLike) else opened_adapter(each)
             for each, found in zip(listed, sources, strict=True)
         )
-        found = _common_base(opened, near) if base is None else located(base, Wanted.MODEL, near)
+        found = _common_base(opened, near) if base is None else located(base, Wanted.MODEL, near, only=True)
         if base is not None:
             decided(f"base: {found.path}, as given")
         model = open_base(found.path) if base is None or isinstance(base, str | os.PathLike) else opened_model(base)
