@@ -86,8 +86,8 @@ def _not_for_peft(found: Converted, config: SideFile, base: ModelDir) -> Iterato
     why = "takes that on gate and up only beside down" if lacking(found.forms, PEFT) else otherwise
     if why:
         yield (
-            f"PEFT with transformers 5 stacks LoRA on experts again, and {why}: for PEFT, give what is written here to "
-            "lora-tool prepare --for peft --base MODEL"
+            f"PEFT with transformers 5 stacks LoRA on experts again, and {why}: for PEFT, continue with "
+            "lora-tool prepare EXPERTS --for peft --base MODEL -o OUT, where EXPERTS is what is written here"
         )
 
 
