@@ -16,8 +16,10 @@ from lora_tool.cli.exit_codes import INTERRUPTED
 from lora_tool.cli.options import FolderOrId, config_option, json_option, options_of, quiet_option, typed_as
 from lora_tool.cli.terminal import progress_bar, warn
 from lora_tool.core.hub_names import FORMS, hub_name, require_ref_name
+from lora_tool.hub.options import MAIN
 from lora_tool.workflows.caller import Caller
 from lora_tool.workflows.push import PublishOptions, push
+from lora_tool.workflows.written import loading
 
 if TYPE_CHECKING:
     from lora_tool.hub.model import Pushed, PushPlan
@@ -98,6 +100,9 @@ def command(
         click.echo(json.dumps(_json(published.plan, published.done), indent=2))
     elif not quiet:
         click.echo(str(published.done))
+        if published.plan.remote.revision == MAIN and not published.plan.create_pr:
+            pushed = published.done.repo
+            click.echo(f"next: {loading(pushed, published.plan.folder) or f'lora-tool merge {pushed}'}")
 
 
 def _json(plan: PushPlan, done: Pushed) -> dict[str, Any]:
