@@ -83,7 +83,8 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], *, reward: bool, quie
     folders = validated.folders
     report = replace(joined(each.report for each in folders), ignored=rules.ignored)
     _show(report, reporting, validated.fixes, quiet=quiet)
-    if len(folders) == 1 and reporting.form is Form.TEXT and not (quiet or options.servers or options.adapters):
+    unasked = quiet or options.fix or options.servers or options.adapters
+    if len(folders) == 1 and reporting.form is Form.TEXT and not unasked:
         typed_too = [*(["--rm"] if reward else ()), *(["--base", typed["base"]] if typed["base"] else ())]
         _show_next(report, paths[0], typed_too)
     errors = [each.error for each in folders if each.error is not None]
