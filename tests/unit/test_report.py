@@ -84,7 +84,7 @@ def test_text_sums_up_skipped_rules() -> None:
     )
     lines = report(skipped=skipped).text().splitlines()
     assert lines == [
-        "skipped 4 rules on a: no base model was given (use --base) (--verbose lists them)",
+        "skipped 4 rules on a: no base model was given (use --base); --verbose lists them",
         "checked 1 adapter: no findings, 4 rules skipped",
     ]
 

@@ -99,7 +99,7 @@ def skipped_lines(skipped: Sequence[Skipped]) -> Iterator[str]:
     """Yield a line for each reason why rules could not run."""
     for codes, paths, reason in by_reason(skipped):
         where = printable(paths[0]) if len(paths) == 1 else f"{len(paths)} folders, {printable(paths[0])} the first"
-        what, listed = (spans(codes), "") if len(codes) <= SHOWN else (f"{len(codes)} rules", " (--verbose lists them)")
+        what, listed = (spans(codes), "") if len(codes) <= SHOWN else (f"{len(codes)} rules", "; --verbose lists them")
         yield f"skipped {what} on {where}: {printable(reason)}{listed}"
 
 
