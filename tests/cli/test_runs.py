@@ -77,7 +77,11 @@ def test_of_adapters_with_names_one_is_merged_by_its_name(call: Caller, named: P
     assert call("ci", named / "checkpoint-4", "-o", tmp_path / "merged", "--dry-run").code == 0
 
 
-def test_a_broken_adapter_with_a_name_breaks_its_save(call: Caller, named: Path) -> None:
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside rank files"])
+def test_a_broken_adapter_with_a_name_breaks_its_save(beside: bool, call: Caller, named: Path) -> None:
+    for save in named.iterdir() if beside else ():
+        shutil.copytree(FIXTURES / "zero" / "stage2-reward" / "global_step2", save / "global_step2")
+        (save / "latest").write_text("global_step2")
     for name in ("policy", "reference"):
         weights = named / "checkpoint-6" / name / WEIGHTS
         whole = weights.read_bytes()

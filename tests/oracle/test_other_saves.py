@@ -289,6 +289,14 @@ def test_one_of_two_adapters_is_chosen_by_its_config(tmp_path: Path) -> None:
         assert same(out, own)
 
 
+def test_the_config_of_an_adapter_with_a_name_lies_in_its_folder(tmp_path: Path) -> None:
+    module = trained(tiny_model("llama", "causal-lm"), adapter="policy")
+    folder = distributed(tmp_path / "run" / "pytorch_model_fsdp_0", {"model": module.state_dict()})
+    module.save_pretrained(str(tmp_path / "run"))
+    out = execute(plan_consolidate(folder), tmp_path / "out")
+    assert same(out, tmp_path / "run" / "policy")
+
+
 TRAINED: dict[str, tuple[str, State, bool]] = {
     "a head, its base with a head of that shape": ("qwen2", {}, True),
     "a saved module": ("qwen2", {"modules_to_save": ["score", "norm"]}, False),

@@ -222,6 +222,8 @@ def test_a_hole_in_the_optimizer_is_seen_where_every_byte_is_read(run: Path) -> 
     data = bytearray(path.read_bytes())
     data[len(data) // 4 : len(data) // 2] = bytes(len(data) // 2 - len(data) // 4)
     path.write_bytes(data)
+    why = {choice.checkpoint.root.name: choice.goes for choice in prune(run, PruneOptions(), Criteria())}
+    assert why == {"checkpoint-2": True, "checkpoint-4": False, "checkpoint-6": False}
     assert judge_save(run / "checkpoint-6").unresumable == "holds optimizer.pt, which is not a complete torch.save file"
     assert judge_save(run / "checkpoint-4").unresumable is None
 

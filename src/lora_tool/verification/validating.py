@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from msgspec import Struct
 from lora_tool.checkpoints import (
     AdapterDir,
     Checkpoint,
+    Folder,
     ModelDir,
     NamedAdapters,
     RunDir,
@@ -18,6 +19,7 @@ from lora_tool.checkpoints import (
     open_checkpoint,
     trained_among,
 )
+from lora_tool.checkpoints.named_adapters import NAMED_ADAPTERS
 from lora_tool.checkpoints.sources import Reference, opened, opened_adapter, opened_model
 from lora_tool.core.choices import assert_never, flag, positive
 from lora_tool.core.errors import LoraToolError, NotACheckpoint, UnsupportedCheckpoint
@@ -206,21 +208,24 @@ def _judged(checkpoint: Checkpoint, judge: Judge, adapters: tuple[AdapterDir, ..
         case ModelDir():
             return joined([judge.folder(_model(checkpoint, judge, adapters)), *judge.rank_files_beside(checkpoint)])
         case ShardedDir():
-            return judge.folder(sharded_subject(checkpoint, watch=judge.watch, whole=judge.deep is True))
+            pieces = sharded_subject(checkpoint, watch=judge.watch, whole=judge.deep is True)
+            return joined([judge.folder(pieces), *_adapters_in(checkpoint.folder, judge)])
         case NamedAdapters():
-            return _named(checkpoint, judge)
+            own = Subject(checkpoint=checkpoint, whole=judge.deep is True)
+            return joined([judge.folder(own), *_adapters_in(checkpoint.folder, judge)])
         case RunDir():
             raise AssertionError("the checkpoints of a run are judged one by one")
         case other:
             return assert_never(other)
 
 
-def _named(checkpoint: NamedAdapters, judge: Judge) -> Report:
-    """Return the findings about a save and about its adapters; about one that was not trained only that it cannot be read."""
-    trained = trained_among(checkpoint)
-    frozen = [adapter for adapter in checkpoint.adapters if adapter not in trained]
-    own = judge.folder(Subject(checkpoint=checkpoint, whole=judge.deep is True))
-    return joined([own, *map(judge.adapter, trained), *map(judge.unreadable, frozen)])
+def _adapters_in(save: Folder, judge: Judge) -> Iterator[Report]:
+    """Yield the findings about the adapters with names in a save; of one that was not trained only that it cannot be read."""
+    found = NAMED_ADAPTERS.open(save) if NAMED_ADAPTERS.recognise(save) else None
+    if isinstance(found, NamedAdapters) and found.adapters:
+        trained = trained_among(found)
+        for adapter in found.adapters:
+            yield judge.adapter(adapter) if adapter in trained else judge.unreadable(adapter)
 
 
 def _model(checkpoint: ModelDir, judge: Judge, adapters: tuple[AdapterDir, ...]) -> ModelSubject:

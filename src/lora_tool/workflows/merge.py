@@ -18,13 +18,14 @@ from lora_tool.checkpoints import (
     AdapterDir,
     Checkpoint,
     ModelDir,
-    NamedAdapters,
     RunDir,
+    adapters_below,
+    as_adapter,
     base_around,
+    is_frozen,
     open_checkpoint,
     open_model,
     require_whole,
-    trained_among,
 )
 from lora_tool.checkpoints.sources import (
     Reference,
@@ -177,8 +178,8 @@ def _best_of_run(sources: Sequence[Source]) -> str | None:
     (table,) = validate(opened).runs
     if table.best is None:
         return None
-    best = open_checkpoint(table.best)
-    taken = trained_among(best)[0].root if isinstance(best, NamedAdapters) else best.root
+    named = [as_adapter(open_checkpoint(folder)) for folder in adapters_below(table.best)]
+    taken = next((adapter.root for adapter in named if not is_frozen(adapter)), Path(table.best))
     return f"the best of its checkpoints ({table.why_best}): lora-tool merge {shlex.quote(str(taken))}"
 
 

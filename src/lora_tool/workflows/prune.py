@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from lora_tool.checkpoints.folders import read_folder
 from lora_tool.checkpoints.path_suggestions import probably_meant
 from lora_tool.checkpoints.sources import unfetched
 from lora_tool.core.choices import count, flag
 from lora_tool.core.errors import NotACheckpoint, WrongValue
 from lora_tool.core.options import Options, option
 from lora_tool.execution.folder import remove, require_room
+from lora_tool.rules.training.complete import incomplete_reason
 from lora_tool.verification.validating import Criteria
-from lora_tool.workflows.inventory import PruneChoice, choose, inventory
+from lora_tool.workflows.inventory import Inventory, Listed, PruneChoice, choose, inventory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +50,15 @@ def prune(
 ) -> tuple[PruneChoice, ...]:
     """Return which checkpoints of the runs under `root` stay and which go, and with `apply` remove or move these.
 
-    `criteria` say which are valid; `gone` is called with each as it is removed. A run whose files change meanwhile is
-    judged again before anything more of it is removed. Raises `NotACheckpoint` where `root` is no folder of this disk,
+    `criteria` say which are valid; of saves for the sake of which others go, every byte of the optimizer's and the other
+    states is read. `gone` is called with each as it is removed. A run whose files change meanwhile is judged again before
+    anything more of it is removed. Raises `NotACheckpoint` where `root` is no folder of this disk,
     `ExecutionError` for what cannot be removed, `OutputExists` for what the trash holds already.
     """
     trash, root = None if options.trash is None else Path(options.trash), _on_this_disk(os.fspath(root))
 
     def chosen(folder: Path) -> Iterator[PruneChoice]:
-        for choice in choose(inventory(folder, criteria), keep_last=options.keep_last, keep_best=options.keep_best):
+        for choice in _choices(tuple(inventory(folder, criteria)), options):
             if trash is None or not choice.checkpoint.root.resolve().is_relative_to(trash.resolve()):
                 yield choice
 
@@ -70,6 +76,25 @@ def prune(
                 remove(folder, trash=places.get(folder))
                 gone(folder)
     return tuple(choices.values())
+
+
+def _choices(runs: Sequence[Inventory], options: PruneOptions) -> tuple[PruneChoice, ...]:
+    """Return the choices among the saves of `runs`, none of which goes for the sake of one with a damaged state."""
+    lacking: dict[Path, str | None] = {}
+    while True:
+        judged = [replace(run, checkpoints=tuple(map(partial(_with, lacking), run.checkpoints))) for run in runs]
+        choices = tuple(choose(judged, keep_last=options.keep_last, keep_best=options.keep_best))
+        busy = {choice.checkpoint.root.parent for choice in choices if choice.goes}
+        stay = [choice.checkpoint for choice in choices if not choice.goes and choice.checkpoint.root.parent in busy]
+        unread = [item.root for item in stay if item.row.complete and item.root not in lacking]
+        if not unread:
+            return choices
+        lacking |= {root: incomplete_reason(read_folder(root), deep=True) for root in unread}
+
+
+def _with(lacking: Mapping[Path, str | None], item: Listed) -> Listed:
+    reason = lacking.get(item.root)
+    return item if reason is None else replace(item, row=replace(item.row, incomplete=reason, unresumable=reason))
 
 
 def _once_more(

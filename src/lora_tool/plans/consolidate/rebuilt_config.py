@@ -51,13 +51,19 @@ def adapter_config_of(
     given: Path | None,
     lora_alpha: float | None,
 ) -> FoundConfig:
-    """Return the config that was `given`, the one that lies near the checkpoint, or else one that is rebuilt.
+    """Return the config that was `given`, the one that lies near the checkpoint, in a folder of the adapter's name where
+    it has one, or else one that is rebuilt.
 
     `given` may be a file in which a trainer wrote the run's arguments. Raises `IncompleteCheckpoint` where no file
     has alpha, `UnsupportedCheckpoint` for other fields that neither tensors nor files give, `WrongValue` for a
     `lora_alpha` that contradicts a file.
     """
+    known = parsed_keys(state)
+    parsed = {name: known[name] for name in state.entries}
     path = _config_path(given, state.near)
+    chosen = None if path is not None else trained_adapter(state.entries, parsed)
+    if given is None and chosen is not None:
+        path = _config_path(None, (folder / chosen for folder in state.near))
     if path is not None:
         decided(f"adapter config: {path}, {'as requested' if given else 'the nearest'}")
         config = read_adapter_config(path)
@@ -65,9 +71,6 @@ def adapter_config_of(
         if lora_alpha is not None and believed and config.lora_alpha != lora_alpha:
             raise WrongValue(f"lora_alpha: {path} says {config.lora_alpha:g}, found {lora_alpha:g}")
         return FoundConfig(config=config)
-    known = parsed_keys(state)
-    parsed = {name: known[name] for name in state.entries}
-    chosen = trained_adapter(state.entries, parsed)
     outside = outside_names(known)
     own = {
         name: key
