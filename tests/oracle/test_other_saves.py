@@ -30,6 +30,7 @@ from lora_tool.plans.convert.plan_convert import plan_convert
 from lora_tool.verification.validating import validate
 from tests.cli.calling import FIXTURES
 from tests.judging import codes, judge
+from tests.oracle.peft_merge import merge_with_ours, randomise, saved_tensors
 from tests.oracle.tiny import tiny_model
 
 WEIGHTS = "adapter_model.safetensors"
@@ -424,6 +425,36 @@ def test_of_two_models_in_one_save_one_is_chosen(first: str, second: str, made: 
         (finding,) = (each for each in validate(tmp_path / "save").findings if each.code == "LT114")
         assert Path(finding.path).name == second
         assert finding.hint == f"lora-tool consolidate {tmp_path / 'save'} --tag {names[1]}"
+
+
+@pytest.mark.parametrize("saved", [None, ["multi_modal_projector"]])
+@pytest.mark.filterwarnings("ignore")
+def test_a_part_of_a_model_that_peft_was_put_around(saved: list[str] | None, tmp_path: Path) -> None:
+    """As InternVL's own training has it: the language model with LoRA, and the projector unfrozen beside it."""
+    model = tiny_model("llava", "image-text-to-text")
+    base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "base")
+    whole: Any = model
+    whole.model.language_model = get_peft_model(
+        whole.model.language_model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj"])
+    )
+    randomise(whole.model.language_model)
+    with torch.no_grad():
+        whole.model.multi_modal_projector.linear_1.bias.add_(1)
+    model.save_pretrained(tmp_path / "saved")
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "modules_to_save": saved}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    made = plan_consolidate(tmp_path / "saved", adapter_config=tmp_path)
+    assert any("multi_modal_projector" in warning for warning in made.warnings) is (saved is None)
+    adapter = execute(made, tmp_path / "adapter")
+    out = saved_tensors(merge_with_ours(tmp_path / "base", adapter, tmp_path / "out", "float32"))
+    whole.model.language_model = whole.model.language_model.merge_and_unload()
+    if saved is None:
+        model.load_state_dict({name: base[name] for name in base if "projector" in name}, strict=False)
+    model.save_pretrained(tmp_path / "right")
+    right = saved_tensors(tmp_path / "right")
+    assert out.keys() == right.keys()
+    assert all(torch.allclose(out[name], tensor, atol=1e-6) for name, tensor in right.items())
 
 
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")

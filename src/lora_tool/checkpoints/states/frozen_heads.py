@@ -6,7 +6,8 @@ reward is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -70,6 +71,30 @@ def unwrapped_name(name: str) -> str:
     return module[1:]
 
 
+_PARTS_OF_MODELS = re.compile(
+    r"(?:^|\.)(?:language_model|text_model|llm|thinker|talker|visual|(?:vision|audio|speech|image|text)_\w+)(?=\.|\Z)"
+)
+
+
+def part_of(names: Iterable[str]) -> str | None:
+    """Return the path of the one part of a model that PEFT was put around, as ``model.language_model``; None where it is
+    around the whole.
+    """
+    found = next((name for name in names if f".{keys.PREFIX}" in name), "")
+    path = keys.unwrapped(found).rpartition(f".{keys.PREFIX}")[0]
+    while path.startswith("module."):
+        path = path.removeprefix("module.")
+    return path if _PARTS_OF_MODELS.search(path) else None
+
+
+def _in_whole_model(name: str, part: str) -> str:
+    """Return the name of a tensor as if PEFT were around the whole model, of which it is around a `part`."""
+    bare = keys.unwrapped(name)
+    while bare.startswith("module."):
+        bare = bare.removeprefix("module.")
+    return keys.PREFIX + bare.replace(f"{part}.{keys.PREFIX}", f"{part}.", 1)
+
+
 class LostHead(Struct, frozen=True, kw_only=True):
     """A head whose weights are neither in the checkpoint nor in the base model."""
 
@@ -106,8 +131,10 @@ def parsed_keys(state: TrainingState) -> dict[str, AdapterKey]:
     The weight and the bias of a module under LoRA are those of its base layer, also where, as prime-rl saves them,
     their names lack `base_layer`.
     """
-    names = {name: unwrapped_name(name) for name in (*state.entries, *state.without_values)}
-    wrapper = "" if any(keys.PREFIX in name for name in names) else wrapper_of(names.values())
+    saved = (*state.entries, *state.without_values)
+    part = part_of(saved)
+    names = {name: unwrapped_name(name) if part is None else _in_whole_model(name, part) for name in saved}
+    wrapper = "" if any(keys.PREFIX in name for name in saved) else wrapper_of(names.values())
     parsed = {name: keys.parse(unwrapped.removeprefix(wrapper)) for name, unwrapped in names.items()}
     adapted: set[str] = set()
     weights: set[str] = set()

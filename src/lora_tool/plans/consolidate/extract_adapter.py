@@ -7,19 +7,21 @@ has it, it goes into the adapter under the name that `PeftModel` gives it, and `
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from msgspec import Struct, field
 
 from lora_tool.checkpoints import VALUE_HEAD
 from lora_tool.checkpoints.states.frozen_heads import (
+    RANKED,
     Heads,
     heads_of,
     is_new_head,
     outside_names,
     parsed_keys,
+    part_of,
     saved_as,
-    unwrapped_name,
 )
 from lora_tool.checkpoints.states.state import TrainingState
 from lora_tool.core import keys
@@ -96,8 +98,8 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
     return Selection(
         names=names,
         value_head=value_head,
-        leftovers=tuple(_left_behind(entries, frozenset((*names.values(), *value_head.values())), outside)),
-        side_files=(_config_file(found, _unnamed(config, heads, names, whole)),),
+        leftovers=tuple(_left_behind(entries, known, frozenset((*names.values(), *value_head.values())), outside)),
+        side_files=(_config_file(found, _unnamed(config, heads, names, whole), _targets_in_whole(entries, names)),),
         heads=heads,
         origins=found.origins,
         notes=(
@@ -109,8 +111,25 @@ def select_adapter(state: TrainingState, found: FoundConfig) -> Selection:
             ),
             *(f"{name} lies outside of the PEFT model: written into {VALUE_HEAD}" for name in value_head),
         ),
-        warnings=found.warnings,
+        warnings=(*found.warnings, *_left_beside_part(entries, known, names)),
     )
+
+
+def _left_beside_part(
+    entries: Mapping[str, StateEntry], known: Mapping[str, AdapterKey], names: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield a warning if PEFT was around a part of a model, and the saved file has the other parts, trained or not."""
+    part = part_of(entries)
+    left = [name for name in entries.keys() - set(names.values()) if entries[name].role is Role.SAVED]
+    others = sorted(known[name].module for name in left if not known[name].module.startswith(f"{part}."))
+    if part is not None and others:
+        depth = 2 if all(module.startswith("model.") for module in others) else 1
+        modules = dict.fromkeys(".".join(module.split(".")[:depth]) for module in others)
+        yield (
+            f"PEFT was around {part}, and the checkpoint does not say whether the run trained what is beside it: "
+            f"{', '.join(modules)} stay behind; if it trained one of them whole, such as a projector, name it in "
+            "modules_to_save of the config of `adapter_config=FILE`"
+        )
 
 
 def _no_place(name: str, why: str) -> UnsupportedCheckpoint:
@@ -145,7 +164,9 @@ def _is_bias(config: AdapterConfig, key: AdapterKey) -> bool:
 
 
 def _may_be_trained(config: AdapterConfig, key: AdapterKey) -> bool:
-    """Whether it is a bias that PEFT trains and saves; "lora_only" are those of the layers under LoRA."""
+    """Whether the config says that it was trained: a module without LoRA, or a bias, "lora_only" under LoRA."""
+    if key.part is Part.PLAIN and config.saves(key.module) and not is_new_head(key.module):
+        return True
     return _is_bias(config, key) and (config.bias == "all" or key.part is Part.BASE_LAYER)
 
 
@@ -170,10 +191,23 @@ def _has_rank(rows: int, module: str, config: AdapterConfig) -> bool:
     return rows == config.rank(module) or any(rows % max(1, config.rank(f"{path}.{name}")) == 0 for name in stacks)
 
 
-def _config_file(found: FoundConfig, saved: tuple[str, ...]) -> SideFile:
-    """Return the config, with the `saved` heads in `modules_to_save`: PEFT would not load them otherwise."""
-    named = {"modules_to_save": [*found.config.modules_to_save, *saved]} if saved else {}
+def _targets_in_whole(entries: Mapping[str, StateEntry], names: Iterable[str]) -> list[str]:
+    """Return the modules with LoRA where PEFT was around a part of the model: other parts may have modules of the same
+    names. Nothing where it was around the whole.
+    """
+    parsed = map(keys.parse, names) if part_of(entries) is not None else ()
+    return sorted(key.module for key in parsed if key.part in RANKED)
+
+
+def _config_file(found: FoundConfig, saved: tuple[str, ...], targets: list[str]) -> SideFile:
+    """Return the config, with the `saved` heads in `modules_to_save`: PEFT would not load them otherwise; and with the
+    whole paths of its `targets`, if any are given.
+    """
+    named: dict[str, Any] = {"modules_to_save": [*found.config.modules_to_save, *saved]} if saved else {}
     why = (f"{', '.join(saved)} in modules_to_save",) if saved else ()
+    if targets:
+        named |= {"target_modules": targets, "layers_to_transform": None, "exclude_modules": None}
+        why = (*why, "the whole paths of its target_modules")
     origins: dict[str, list[str]] = {}
     for name, origin in found.origins.items():
         origins.setdefault(origin, []).append(name)
@@ -182,12 +216,12 @@ def _config_file(found: FoundConfig, saved: tuple[str, ...]) -> SideFile:
 
 
 def _left_behind(
-    entries: Mapping[str, StateEntry], taken: frozenset[str], outside: frozenset[str]
+    entries: Mapping[str, StateEntry], known: Mapping[str, AdapterKey], taken: frozenset[str], outside: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
     """Yield the names that are not in the adapter, each with the reason."""
     for name in entries:
         if name not in taken:
-            part = keys.parse(unwrapped_name(name)).part
+            part = known[name].part
             if name in outside:
                 yield name, "outside of the PEFT model"
             elif part is Part.ORIGINAL_MODULE:

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from lora_tool.checkpoints.states.frozen_heads import RANKED, is_new_head, outside_names, parsed_keys, saved_as
+from lora_tool.checkpoints.states.frozen_heads import RANKED, is_new_head, outside_names, parsed_keys, part_of, saved_as
 from lora_tool.checkpoints.states.state import TrainingState
 from lora_tool.core import keys
 from lora_tool.core.display import named
@@ -83,7 +83,11 @@ def adapter_config_of(
     decided("adapter config: none lies near the checkpoint, so it is rebuilt from the tensors and the run's files")
     found = _rebuilt(state, tensors, recipes, given, lora_alpha)
     known_biases = trained or "bias" in found.origins
-    return found if known_biases else replace(found, warnings=(*found.warnings, *_unknown_biases(own, found.config)))
+    if known_biases:
+        return found
+    part = part_of(state.entries)
+    wrapped = {name: key for name, key in own.items() if part is None or key.module.startswith(f"{part}.")}
+    return replace(found, warnings=(*found.warnings, *_unknown_biases(wrapped, found.config)))
 
 
 def _trained(state: TrainingState, own: Mapping[str, AdapterKey]) -> frozenset[str]:
