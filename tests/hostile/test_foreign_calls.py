@@ -149,6 +149,16 @@ def base(pair: Pair) -> Path:
     return calling(pair.base / "pytorch_model.bin")
 
 
+def parameter(pair: Pair) -> Path:
+    """Beside the adapter a rank file has a call in the place of a parameter, so that the ranks cannot be put together."""
+    tag = FIXTURES / "zero" / "stage3-reward" / "global_step2"
+    shutil.copytree(tag, pair.adapter / tag.name)
+    path = next((pair.adapter / tag.name).glob("*_model_states.pt"))
+    torch.save({"module": {"a.weight": 0}, "ds_version": "0.19.8"}, path)
+    repickled(path, lambda pickled: pickled.replace(b"K\x00", b"cposix\nsystem\nX\x02\x00\x00\x00ls\x85R", 1))
+    return path
+
+
 FOLDERS: dict[str, Callable[[Pair], Path]] = {
     "weights": lambda pair: calling(weights_of(pair)),
     "training arguments": arguments,
@@ -166,7 +176,7 @@ def test_every_command_refuses_by_file_and_callable(tmp_path: Path, what: str) -
     calls = [["validate", str(pair.adapter), *with_base], pair.arguments, ["ci", str(pair.adapter), *with_base, *out]]
     if what != "the base":
         calls += [
-            ["convert", str(pair.adapter), "--to", "mlx", *out],
+            ["convert", str(pair.adapter), "--to", "peft", *out],
             ["resize", str(pair.adapter), "--rank", "2", *out],
         ]
     for call in calls:
@@ -179,6 +189,16 @@ def test_every_command_refuses_by_file_and_callable(tmp_path: Path, what: str) -
     done = lora_tool(*pair.arguments, "--ignore", "LT116")
     assert done.code == 0, done.out + done.err
     assert pair.out.is_dir()
+
+
+def test_a_call_is_named_where_the_ranks_cannot_be_put_together(tmp_path: Path) -> None:
+    pair = copy_pair(tmp_path)
+    path = parameter(pair)
+    for call in (["validate", str(pair.adapter)], pair.arguments):
+        done = lora_tool(*call)
+        assert done.code == 1, done
+        assert f"{path.parent.name}/{path.name}" in done.out + done.err
+        assert "posix.system" in done.out + done.err
 
 
 def test_the_same_folders_without_the_call_are_good(tmp_path: Path) -> None:

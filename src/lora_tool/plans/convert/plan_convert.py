@@ -37,7 +37,7 @@ from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step, copied_file
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.engine.subjects import Server
-from lora_tool.rules.judging import NO_BASE, OF_LOADING, WEIGHTS_BESIDE, Judge
+from lora_tool.rules.judging import FOREIGN_CALL, NO_BASE, OF_LOADING, WEIGHTS_BESIDE, Judge
 
 # Planning an adapter's tensors as MLX-LM reads them, every value as it is.
 
@@ -102,7 +102,9 @@ def plan_convert(
     if head is not None:
         named = with_score(named, head, adapter, base)
         ignored = (*ignored, WEIGHTS_BESIDE)
-    report = _judged(adapter, named, Judge(rules=chosen(OF_LOADING, ignored), base=base, why_no_base=why_no_base))
+    report = _judged(
+        adapter, named, Judge(rules=chosen((*OF_LOADING, FOREIGN_CALL), ignored), base=base, why_no_base=why_no_base)
+    )
     report.raise_at(Severity.ERROR)
     steps = tuple(_steps(named))
     side_files = (config_file(named.config, named.changes, named.why, rebuilt=rebuilt), *_beside(adapter))
