@@ -82,6 +82,9 @@ class Settings:
     """A class of somebody's training script."""
 
 
+settings = type("settings", (), {"__module__": __name__})
+
+
 NEEDED: dict[str, Callable[[], Any]] = {
     "values": lambda: [1, 2.5, "x", b"y", None, True, 3 + 4j, {5}, frozenset({6}), slice(7), range(8), bytearray(b"9"), ...],
     "containers": lambda: [collections.OrderedDict(a=1), collections.defaultdict(list), collections.deque([1])],
@@ -94,6 +97,7 @@ NEEDED: dict[str, Callable[[], Any]] = {
     ],
     "torch's": lambda: [torch.float32, torch.device("cpu"), torch.Size((1,)), torch.strided],
     "a class of the user's": Settings,
+    "one that is not spelled as a class": settings,
     "a class": lambda: collections.Counter,
 }  # fmt: skip
 

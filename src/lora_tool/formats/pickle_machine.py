@@ -291,16 +291,16 @@ class Machine:
         self._stack += (found, tuple(self.taken()))
         self.reduce()
 
-    def reduce_with_keywords(self) -> None:
+    def new_object_with_keywords(self) -> None:
         self._stack.pop()
-        self.reduce()
+        self.reduce(calls=False)
 
-    def reduce(self) -> None:
+    def reduce(self, *, calls: bool = True) -> None:
         what, args = self.taken(2)
         if type(args) is not tuple:
             raise Refused("that calls something without arguments")
         if isinstance(what, type) and issubclass(what, Stub):
-            self.unknown[what.named] = True
+            self.unknown[what.named] |= calls  # `__new__`, which only classes have, makes the new object
             self._new(what.made_with(args))
         elif what is ATTRIBUTE:
             self._attribute(*args[:2])
@@ -388,8 +388,8 @@ _INSTRUCTIONS: dict[int, Callable[[Machine], object]] = {
     0x84: partial(Machine.extension, width=4),
     0x93: Machine.stack_name,
     ord("R"): Machine.reduce,
-    0x81: Machine.reduce,  # NEWOBJ
-    0x92: Machine.reduce_with_keywords,  # NEWOBJ_EX
+    0x81: partial(Machine.reduce, calls=False),  # NEWOBJ
+    0x92: Machine.new_object_with_keywords,
     ord("b"): Machine.build,
     ord("Q"): Machine.persistent,
 }
