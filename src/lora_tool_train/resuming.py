@@ -40,7 +40,8 @@ def _settings(model: Any, saved: AdapterDir) -> Iterator[tuple[str, str]]:
     if mine is None or config is None or any(layer.adapter_name not in (None, name) for layer in view.layers):
         return
     layers = {
-        bare_path(path): (module.r[name], module.scaling[name])
+        # PEFT stacks the factors of fused experts along the rank
+        bare_path(path): (module.r[name] * getattr(module, "num_experts", 1), module.scaling[name])
         for path, module in model.named_modules()
         if hasattr(module, "lora_A") and name in module.scaling
     }
@@ -57,7 +58,7 @@ def _settings(model: Any, saved: AdapterDir) -> Iterator[tuple[str, str]]:
     ranks = {(old[0], now[0]) for old, now in both if old[0] not in (None, now[0])}
     if ranks:
         old, now = min(ranks)
-        yield f"its rank is {old}, that of the run {now}", f"lora_r: {old}, lora_alpha: {mine.lora_alpha:g}"
+        yield f"its rank is {old}, that of the run {now}", f"lora_r: {mine.r}, lora_alpha: {mine.lora_alpha:g}"
     scalings = {(old[1], now[1]) for old, now in both if old[1] is not None and not math.isclose(old[1], now[1])}
     if scalings and not ranks:
         hint = f"lora_alpha: {mine.lora_alpha:g}, use_rslora: {mine.use_rslora}".lower()
