@@ -157,9 +157,9 @@ def test_a_run_goes_on_with_the_adapter_of_its_checkpoint(
 def test_stacked_experts_have_the_rank_of_their_checkpoint(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = hf.MixtralConfig(vocab_size=304, **sizes, num_key_value_heads=2, num_local_experts=4)
-    lora = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    lora: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
     models = [get_peft_model(hf.MixtralForCausalLM(config), LoraConfig(r=rank, **lora)) for rank in (8, 4)]
-    models[0].save_pretrained(tmp_path)
+    models[0].save_pretrained(str(tmp_path))
     assert not list(resume_findings(models[0], tmp_path))
     assert [found.hint for found in resume_findings(models[1], tmp_path)] == ["lora_r: 8, lora_alpha: 8"]
 
