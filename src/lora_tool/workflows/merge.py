@@ -50,6 +50,7 @@ from lora_tool.core.errors import (
     UnsupportedAdapter,
     WrongValue,
 )
+from lora_tool.core.hub_names import hub_id_of
 from lora_tool.core.progress import decided
 from lora_tool.formats.files import expanded
 from lora_tool.formats.manifest import FILE_NAME
@@ -301,10 +302,10 @@ def merge(
     validated first, and the result is read back. `open_base` is that of `merge_inputs`. Raises `FindingsFound`, `CheckpointError`, `PlanError`,
     `ExecutionError` and `VerificationFailed`, and `WrongValue` for an argument.
     """
-    spread, listed = options.spread, all_weighted(adapters, options.weights)[0]
+    spread, (listed, weights) = options.spread, all_weighted(adapters, options.weights)
     spread.require()
     require_part(caller, options, spread)
-    _require_named_output(listed, options)
+    _require_named_output(listed, weights, options)
     early = Path(options.out) if options.out else _default_output_of(listed[0])
     if early is not None and (options.base is not None or (early / FILE_NAME).is_file()):
         # a folder that is not ours may be the base that the adapter names: that is found once the adapter is open
@@ -324,12 +325,16 @@ def merge(
     return done
 
 
-def _require_named_output(adapters: Sequence[Reference], options: MergeArguments) -> None:
+def _require_named_output(adapters: Sequence[Reference], weights: Sequence[float], options: MergeArguments) -> None:
     """Return unless several adapters are merged without a name for the result. Raises `WrongValue`."""
     if len(adapters) > 1 and options.out is None:
         meant = meant_instead(adapters, options.base)
         if meant is not None:
             raise WrongValue("one of the folders is a model, which is given as the base: `base=MODEL`", hint=meant)
+        match (*adapters, *weights):
+            case [adapter, str(last), 1, 1] if hub_id_of(last) is None and not expanded(last).exists():
+                hint = f"lora-tool merge {shlex.quote(str(adapter))} -o {shlex.quote(last)}"
+                raise WrongValue(f"{last}: no such adapter; if it is the output, name it with `out=DIR`", hint=hint)
         raise WrongValue("several adapters are merged into a folder that has to be named", hint="`out=OUT`")
 
 
