@@ -240,6 +240,10 @@ def test_offline_by_wish(hub: Hub, call: Caller, merged: Path, monkeypatch: pyte
     called = call("push", merged, REPO)
     assert called.code == 7
     assert "HF_HUB_OFFLINE is set" in called.err
+    shown = call("push", merged, REPO, "--dry-run")
+    assert shown.code == 0
+    assert "warning: this is the plan for an empty repository: " in shown.err
+    assert "add     model-00001-of-00003.safetensors" in shown.out
     assert hub.log == []
 
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
 from lora_tool.checkpoints.hub_client.failures import PLANNING
-from lora_tool.core.errors import HubConflict, HubRefused, VerificationFailed
+from lora_tool.core.errors import HubConflict, HubRefused, HubUnreachable, VerificationFailed
 from lora_tool.core.progress import Progress
 from lora_tool.core.report import Report, Severity
 from lora_tool.formats import adapter_config, manifest
@@ -36,13 +36,19 @@ _MODEL_WEIGHTS = re.compile(rf"{_SHARD.pattern[:-2]}\Z|pytorch_model(?:-\d{{5}}-
 
 
 def plan_push(
-    folder: str | os.PathLike[str], repo: str, options: PushOptions, *, progress: Progress | None = None
+    folder: str | os.PathLike[str],
+    repo: str,
+    options: PushOptions,
+    *,
+    unseen: bool = False,
+    progress: Progress | None = None,
 ) -> PushPlan:
     """Return the plan that publishes `folder` as the model repository `repo`. Reads both and changes neither.
 
     The folder is validated first, an adapter with its base if that is on this disk; a finding of severity `fail_on` or
     worse refuses the push. The files are searched for secrets. Local files are hashed only where the Hub has one of the
-    same name and size; `progress` is called with the bytes. Raises `WrongValue` for a branch or tag that git does not
+    same name and size; `progress` is called with the bytes. Where the Hub cannot be reached, `unseen` plans for an empty
+    repository, with a warning. Raises `WrongValue` for a branch or tag that git does not
     allow, `FindingsFound`, `CheckpointError`, `PlanError`, `HubError`.
     """
     readme, tag, private = Readme(options.readme), options.tag, options.private
@@ -54,8 +60,15 @@ def plan_push(
     contents, left_out = selected(checkpoint, options.include)
     local_readme = read_readme(checkpoint)
     with session(repo, progress=False, doing=PLANNING) as opened:
-        full_name = repo if "/" in repo else f"{opened.ask(opened.api.whoami)['name']}/{repo}"
-        remote = read_remote(opened, full_name, options.revision or MAIN, tags=tag is not None)
+        try:
+            full_name = repo if "/" in repo else f"{opened.ask(opened.api.whoami)['name']}/{repo}"
+            remote = read_remote(opened, full_name, options.revision or MAIN, tags=tag is not None)
+            not_compared: tuple[str, ...] = ()
+        except HubUnreachable as error:
+            if not unseen:
+                raise
+            full_name, remote = repo, Remote(repo=repo, revision=options.revision or MAIN)
+            not_compared = (f"this is the plan for an empty repository: {error}",)
         _require_room(checkpoint, remote, private=private, create_pr=options.create_pr)
         origin = origin_of(checkpoint, written)
         base, licence = read_licence(opened, origin.base, origin.base_folder)
@@ -87,6 +100,7 @@ def plan_push(
         tag=tag,
         notes=_notes(remote, private=private),
         warnings=(
+            *not_compared,
             *card.warnings,
             *_warnings(checkpoint, report, origin, gated_made_public=licence.gated and private is False),
         ),

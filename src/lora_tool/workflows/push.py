@@ -59,7 +59,7 @@ def push(
 
     folder = located(folder, Wanted.MODEL).path
     with caller.progress("comparing with the Hub", _bytes_of(folder)) as advance:
-        plan = plan_push(folder, repo, options, progress=advance)
+        plan = plan_push(folder, repo, options, unseen=caller.dry_run, progress=advance)
     planned(plan)
     if caller.dry_run:
         return Published(plan=plan)
