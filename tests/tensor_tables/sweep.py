@@ -4,7 +4,7 @@
 
 Each class is built on the meta device under its tiny config and under changes of it: inner configs that are null, every
 field by itself, switches with the sizes that they need, sizes that the table was not made with, other numbers of labels,
-and several of these at once. Rules are asked twice, with transformers and without. The check of the tables' generator;
+and several of these at once; then every class of every type by itself. Rules are asked with transformers and without. The check of the tables' generator;
 it takes an hour, and no run of the tests collects it.
 """
 
@@ -20,12 +20,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-import msgspec
 import torch
 from msgspec.structs import replace
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils import logging
 
 from lora_tool.checkpoints import ModelDir, open_model
@@ -39,7 +39,7 @@ from lora_tool.rules.engine.subjects import ModelSubject
 from tests.mutations import FIXTURES
 from tests.oracle.tiny import AUTO, Task, buildable, tiny_config
 from tests.tensor_tables.changes import all_of, companions, fields_of, longer, merged, others, source_of
-from tests.tensor_tables.classes import type_of
+from tests.tensor_tables.classes import other_classes, type_of
 from tests.tensor_tables.models import NO_GENERATION
 
 TASKS: tuple[Task, ...] = ("causal-lm", "seq-cls", "token-cls", "question-ans", "seq-2-seq-lm", "image-text-to-text")
@@ -157,16 +157,21 @@ def swept(model_type: str, task: Task, like: ModelDir, count: Counter[str], *, w
         if (model := built(model_type, task, change)) is None:
             continue
         tried[json.dumps(change)] = frozenset(model.state_dict())
-        count["models"] += 1
-        subject = subject_of(model, like)
-        light, known = findings(subject), subject.class_tensors is not None
-        count["compared"] += known
-        found = findings(msgspec.structs.replace(subject, ask=class_tensors)) if light or not known else []
-        for way, its in (("without transformers", light), ("asking transformers", found)):
-            if its:
-                count[f"wrong, {way}"] += 1
-                first = "; ".join(f"{each.code} {each.subject} {each.message[:90]}" for each in its[:2])
-                print(task, model_type, change, way, len(its), first, flush=True)
+        judged(f"{task} {model_type} {change}", model, like, count)
+
+
+def judged(what: str, model: PreTrainedModel, like: ModelDir, count: Counter[str]) -> None:
+    """Print what is found in one model, with transformers and without."""
+    count["models"] += 1
+    subject = subject_of(model, like)
+    light, known = findings(subject), subject.class_tensors is not None
+    count["compared"] += known
+    found = findings(replace(subject, ask=class_tensors)) if light or not known else []
+    for way, its in (("without transformers", light), ("asking transformers", found)):
+        if its:
+            count[f"wrong, {way}"] += 1
+            first = "; ".join(f"{each.code} {each.subject} {each.message[:90]}" for each in its[:2])
+            print(what, way, len(its), first, flush=True)
 
 
 def main(asked: Iterable[str]) -> int:
@@ -186,8 +191,12 @@ def main(asked: Iterable[str]) -> int:
             except Exception as error:  # noqa: BLE001 - a type that cannot be made tiny
                 count["not built"] += 1
                 print(task, model_type, "is left out:", repr(error)[:150], file=sys.stderr, flush=True)
+    for model_type in (name for name in CONFIG_MAPPING_NAMES if not asked or name in asked):
+        for model in other_classes(model_type, ()):
+            with contextlib.suppress(AttributeError):  # what only others are made of
+                judged(type(model).__name__, model, like, count)
     print(dict(count))
-    return bool(count["wrong"])
+    return any(name.startswith("wrong") for name in count)
 
 
 if __name__ == "__main__":

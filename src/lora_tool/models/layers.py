@@ -46,6 +46,7 @@ _UNGATED = frozenset({"timesfm"})
 _LENGTHS = {
     "decoder": ("decoder_layers", "num_decoder_layers"),
     "encoder": ("encoder_layers", "num_encoder_layers"),
+    "blocks": ("num_blocks",),
 }
 
 
@@ -103,7 +104,7 @@ def _counts_of_further_layers(fields: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _length(config: ModelConfig, stack: str) -> int | None:
-    if _OTHER_PARTS.search(stack):
+    if _OTHER_PARTS.search(stack) or (stack == "blocks" and "vision_config" in config.raw):
         return None
     text: Any = config.raw.get("text_config", config.raw)
     for part, fields in _LENGTHS.items():

@@ -184,8 +184,8 @@ def no_head(subject: ModelSubject) -> Iterator[Fault]:
 
 _FEWER_LAYERS = frozenset({"albert", "efficientnet"})
 """Model types that use the weights of one layer for several, or count the parts of a layer."""
-MORE_ROWS = frozenset({"cpmant", "mllama", "mllama_text_model", "molmo2_text", "moshi"})
-"""Model types that have rows for images, prompts or a first token, too, which `vocab_size` does not count."""
+MORE_ROWS = frozenset({"cpmant", "csm_depth_decoder_model", "mllama", "mllama_text_model", "molmo2_text", "moshi"})
+"""Model types that have rows for images, prompts, codebooks or a first token, too, which `vocab_size` does not count."""
 _INPUT_WEIGHTS = tuple(f"{name}.weight" for name in INPUTS)
 
 
