@@ -78,8 +78,8 @@ from lora_tool.workflows.written import loading
 def command(ctx: click.Context, /, **_: Any) -> int:
     """Validate, consolidate, merge and verify the training output CKPT; report, and push if asked.
 
-    CKPT is an adapter, a trainer, DeepSpeed or FSDP checkpoint, or a run folder, whose best complete checkpoint is
-    used. The command stops at the first stage that fails, and skips stages that an earlier run already proved. With
+    CKPT is an adapter, here or on the Hub, a trainer, DeepSpeed or FSDP checkpoint, or a run folder, whose best complete
+    checkpoint is used. The command stops at the first stage that fails, and skips stages that an earlier run already proved. With
     --each, CKPT is a folder of a sweep: one checkpoint that fails does not stop the others, and the exit code is the
     largest of all. On GitHub Actions, annotations and the job summary are written automatically. Options can be set in
     the [ci] table of lora-tool.toml.

@@ -19,7 +19,7 @@ from lora_tool.workflows.consolidate import ConsolidateOptions, consolidate
 def command(checkpoint: str, **typed: Any) -> None:
     """Reassemble the rank files of a DeepSpeed, FSDP, verl or Megatron checkpoint.
 
-    CKPT is the folder that training wrote (by default this one); it holds global_step… folders or .metadata. Code in
-    its pickles is never run.
+    CKPT is the folder that training wrote (by default this one), here or on the Hub; it holds global_step… folders or
+    .metadata. Code in its pickles is never run.
     """
     consolidate(checkpoint, typed_as(ConsolidateOptions, typed), caller(typed))

@@ -73,7 +73,7 @@ def command(
 ) -> None:
     """Publish FOLDER, an adapter or a model, as REPO on the Hugging Face Hub: validated first, in one commit.
 
-    REPO is owner/name[@branch], hf://owner/name or the URL of its page. Only the files of the adapter or model are
+    FOLDER may itself be on the Hub. REPO is owner/name[@branch], hf://owner/name or the URL of its page. Only the files of the adapter or model are
     pushed. Your README is kept, completed with the metadata that the Hub needs. Pushing the same content again makes no
     commit. The token comes from `hf auth login`, HF_TOKEN, or OIDC in CI. Options can be set in the [push] table of
     lora-tool.toml.

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 def command(
     ctx: click.Context, /, merged: tuple[str, ...], *, plot: Path | None, tensors: bool, quiet: bool, **typed: Any
 ) -> int:
-    """Compare the model MERGED (by default this folder) with its base and adapter, whichever tool merged it.
+    """Compare the model MERGED (by default this folder; or on the Hub) with its base and adapter, whoever merged it.
 
     Every tensor is checked: one that the adapter does not change must have the base's bytes, any other must be W + ΔW,
     computed again. An adapter that `combine`, `resize`, `prepare`, `extract` or `convert` wrote is compared with what
