@@ -27,7 +27,7 @@ TUTORIAL = DOCUMENTATION / "tasks" / "zero3-reward-model.md"
 
 def command_table() -> str:
     """Return every command with its arguments and the line that `lora-tool --help` has for it."""
-    context = click.Context(cli, info_name="lora-tool")
+    context = click.Context(cli, info_name="lora-tool", **cli.context_settings)
     lines = ["| command | what it does |", "|---|---|"]
     for name, line in all_commands().items():
         command = cli.get_command(context, name)

@@ -87,7 +87,7 @@ def test_injury_gives_its_code_alone_and_says_where_and_what_to_do(
             assert finding.message
             assert finding.hint
             assert Path(finding.path).is_relative_to(tmp_path)
-    if not _UNLIKE.keys() & {name, mutation.code}:
+    if not _UNLIKE.keys() & {name, mutation.code} and " for " not in name:  # the same for another server
         monkeypatch.chdir(tmp_path)
         hints = dict.fromkeys(finding.hint or "" for finding in report.findings if finding.code == mutation.code)
         _require_that_each_works(hints, folder)
