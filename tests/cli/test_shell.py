@@ -241,6 +241,11 @@ def test_a_folder_that_looks_like_an_option_is_named_so_that_it_can_be_typed(
     assert f'("{tmp_path}/llama/-a-merged")' in call("merge", "./-a").out
 
 
+def test_a_usage_error_is_an_annotation_on_github(call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    assert call("ci", "--100%").err.startswith("::error::No such option '--100%25'.\nerror: No such option")
+
+
 def test_every_exit_code_is_explained(call: Caller) -> None:
     assert {code for _, code in _BY_ERROR} <= MEANINGS.keys()
     assert all(meaning in " ".join(call("--help").out.split()) for meaning in MEANINGS.values())
