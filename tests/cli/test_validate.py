@@ -84,7 +84,7 @@ def test_a_base_that_is_not_here_is_told_and_does_not_fail(call: Caller, adapter
     edit_config(adapter, base_model_name_or_path="somebody/some-model")
     called = call("validate", adapter)
     assert called.code == 0
-    assert "skipped 18 rules on" in called.out
+    assert "skipped 19 rules on" in called.out
     assert "next:" not in called.out  # the line asks for a base
     assert re.search(r"decided: skipped .*LT520 on", call("validate", adapter, "--verbose").err)
     assert "somebody/some-model is neither a folder nor in the Hub cache" in called.out

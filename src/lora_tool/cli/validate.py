@@ -83,7 +83,7 @@ def command(ctx: click.Context, /, paths: tuple[str, ...], *, reward: bool, quie
     folders = validated.folders
     report = replace(joined(each.report for each in folders), ignored=rules.ignored)
     _show(report, reporting, validated.fixes, quiet=quiet)
-    unasked = quiet or options.fix or options.servers or options.adapters
+    unasked = quiet or options.fix or options.servers or options.adapters or reporting.fails(report)
     if len(folders) == 1 and reporting.form is Form.TEXT and not unasked:
         typed_too = [*(["--rm"] if reward else ()), *(["--base", typed["base"]] if typed["base"] else ())]
         _show_next(report, paths[0], typed_too)
@@ -131,11 +131,11 @@ def _show(report: Report, reporting: Reporting, fixes: Fixes | None, *, quiet: b
 
 
 def _show_next(report: Report, path: str, typed: Sequence[str]) -> None:
-    """Print what is typed next with a folder that has no error, with what was `typed` of its merge."""
+    """Print what is typed next with a clean folder, or the best save of a run, with what was `typed` of its merge."""
     lacks_base = any("use --base" in each.reason for each in report.skipped)
-    if report.at_least(Severity.ERROR) or not report.subjects or lacks_base:
-        return
     best = next((run.best for run in report.runs), None)
+    if report.at_least(Severity.ERROR if best else Severity.WARNING) or not report.subjects or lacks_base:
+        return
     command = "merge" if best else report.subjects[0].command
     if command in ("merge", "consolidate", "verify"):
         words = [command, *(typed if command == "merge" else ()), best or path]
