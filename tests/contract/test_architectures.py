@@ -26,7 +26,7 @@ from lora_tool.models.mapping.weight_mapping import WeightMapping
 from lora_tool.models.text_classes import TEXT_CLASSES, TextClass
 from lora_tool.plans.base.known_names import KNOWN_NAMES
 from lora_tool.plans.merge.model.reading import SWITCH, names_digest
-from lora_tool.rules.engine.subjects import BaseMatch
+from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.model.lt3_model_ends import MORE_ROWS, embedding_rows
 from lora_tool.rules.shared.base_match import is_decoder
 from tests.oracle.tiny import AUTO, NUM_LABELS, Task, buildable, tiny_config, tiny_model

@@ -32,18 +32,14 @@ from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registe
     lt5_other_base,
 )
 from lora_tool.rules.adapter.lt5_several import OF_SEVERAL, SeveralAdapters
+from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.registry import RULES, Need, Rule, Unchecked, chosen
 from lora_tool.rules.engine.scan import scans_of
-from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, ModelSubject, Subject
+from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
 from lora_tool.rules.files import lt1_containers  # noqa: F401
 from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.rules.model import (  # noqa: F401
-    lt3_functions,
-    lt3_model_ends,
-    lt3_tensors,
-    lt3_tokenizers,
-)
+from lora_tool.rules.model import lt3_functions, lt3_model_ends, lt3_tensors, lt3_tokenizers  # noqa: F401
 from lora_tool.rules.model.lt3_tensors import is_wrapped
 from lora_tool.rules.serving import lt8_beside, lt8_form  # noqa: F401
 from lora_tool.rules.shared.base_match import match_base, same_names
@@ -232,21 +228,12 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
                 else:
                     ran.append(rule.code)
                     reason = self._why_in_part(rule, subject)
-            if reason is not None:
-                skipped.append(Skipped(code=rule.code, path=path, reason=reason))
-            for each in found:
-                if isinstance(each, Unchecked):
-                    skipped.append(Skipped(code=rule.code, path=path, reason=each.reason))
-                else:
-                    findings.append(each)
+            reasons = [reason, *(each.reason for each in found if isinstance(each, Unchecked))]
+            skipped += [Skipped(code=rule.code, path=path, reason=each) for each in reasons if each is not None]
+            findings += [each for each in found if isinstance(each, Finding)]
         _say_all(skipped)
-        checked = Checked(
-            path=path,
-            kind=subject.kind,
-            command=subject.checkpoint.kind.command,
-            rules=tuple(ran),
-            formats=subject.formats,
-        )
+        of, command = subject.kind, subject.checkpoint.kind.command
+        checked = Checked(path=path, kind=of, command=command, rules=tuple(ran), formats=subject.formats)
         return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
 
     def _concerns(self, rule: Rule, subject: Subject) -> bool:

@@ -18,8 +18,9 @@ from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.models.ends import is_end
+from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.registry import Fault, Need, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch, Subject, fetched_again
+from lora_tool.rules.engine.subjects import AdapterSubject, Subject, fetched_again
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
 _REFUSES = "`lora-tool merge` refuses it"

@@ -25,8 +25,9 @@ from lora_tool.models.ends import (
 )
 from lora_tool.models.layers import is_beyond
 from lora_tool.models.model_tensors import module_names
+from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
+from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.rules.shared.base_match import is_decoder, may_be_absent
 
 _HEADERS_ONLY = frozenset({Need.WEIGHTS, Need.LORA})

@@ -13,8 +13,9 @@ from lora_tool.core.report import Severity
 from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.models.ends import CLASSIFICATION_TASKS, MATRIX, head_of, is_end, is_last_layer
 from lora_tool.models.layers import is_beyond
+from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.registry import Fault, Need, doubted, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
+from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.rules.shared.base_match import delta_shape, held_or_tied, is_decoder, may_be_absent, of_causal_lm
 from lora_tool.rules.shared.merged_class import merged_tensors
 

@@ -9,8 +9,9 @@ from lora_tool.adapters.targeting import add_the_same
 from lora_tool.checkpoints import computed_from
 from lora_tool.core.report import Severity
 from lora_tool.models.ends import is_end, is_output, is_tied, output_name
+from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.registry import Fault, Need, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
+from lora_tool.rules.engine.subjects import AdapterSubject
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})
 

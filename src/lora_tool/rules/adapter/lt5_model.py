@@ -34,8 +34,9 @@ from lora_tool.rules.adapter.lt3_head import (
     saved_heads,
 )
 from lora_tool.rules.adapter.lt5_base import whole_ends, whole_tensors
+from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.registry import Fault, Need, doubted, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
+from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.rules.shared.merged_class import merged_tensors
 
 _ALL = frozenset({Need.WEIGHTS, Need.CONFIG, Need.BASE})

@@ -21,13 +21,12 @@ from lora_tool.core.errors import Defect, Problem
 from lora_tool.core.tensors import StoredTensor, TensorSpec, TensorTable
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
-from lora_tool.models import Architecture
 from lora_tool.models.text_classes import TextClass, text_class_of
+from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.scan import Scans, WeightScan
 
 if TYPE_CHECKING:
     from lora_tool.models.layers import OddTensor
-    from lora_tool.models.mapping.model import ModelFacts
     from lora_tool.models.model_tensors import ModelTensors
 
     AskClass = Callable[[ModelConfig, Mapping[str, tuple[int, ...]]], ModelTensors | str]
@@ -308,45 +307,6 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
         """The tensors that the folder should hold, by its manifest; None where it has none."""
         manifest = self.checkpoint.manifest
         return None if manifest is None else manifest.tensors
-
-
-class BaseMatch(Struct, frozen=True, kw_only=True, eq=False):
-    """A base model whose tensor names mean the adapter's modules: `strip` taken off a module path, `add` put before."""
-
-    base: ModelDir
-    """As on disk; in the names of memory, with every parameter of its class, where there are `facts`."""
-    arch: Architecture
-    strip: str = ""
-    add: str = ""
-    facts: ModelFacts | None = None
-    """What transformers says of the class of the merged model, where a merge asked it."""
-    missing: frozenset[str] = frozenset()
-    """Parameters of that class that the base on disk has nothing for."""
-    in_part: bool = False
-    """Whether a module that it does not name may be there all the same, under another name."""
-    outside: frozenset[str] = frozenset()
-    """What the class that the adapter was trained on does not have: beside a text model the vision of the whole one."""
-
-    def name(self, module: str) -> str:
-        """Return the module path as the base's files have it."""
-        if self.strip and self.add and not module.startswith(self.strip):
-            return module  # the output layer: only the text model next to it lies deeper on disk
-        return self.add + module.removeprefix(self.strip)
-
-    def tensor(self, module: str, leaf: str = "weight") -> StoredTensor | None:
-        """Return the base's tensor of the module, None where there is none."""
-        return self.base.tensors.get(f"{self.name(module)}.{leaf}")
-
-    def trained(self) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield the tensors of the class that the adapter was trained on, by the names that it has there."""
-        for name, tensor in self.base.tensors.items():
-            if name not in self.outside:
-                moved = name.startswith(self.add)
-                yield (self.strip + name.removeprefix(self.add) if moved else name), tensor
-
-    def held(self, name: str) -> StoredTensor | None:
-        """Return the tensor of that name if the base on disk has it, or the tensors that it is made of."""
-        return None if name in self.missing else self.base.tensors.get(name)
 
 
 class LoraSubject(Subject, frozen=True, kw_only=True, eq=False):

@@ -18,7 +18,8 @@ from lora_tool.models import Architecture, architecture_of
 from lora_tool.models.ends import embeddings, head_of
 from lora_tool.models.model_tensors import tied_modules
 from lora_tool.models.text_classes import TEXT_CLASSES, TextClass
-from lora_tool.rules.engine.subjects import AdapterSubject, BaseMatch
+from lora_tool.rules.engine.base_match import BaseMatch
+from lora_tool.rules.engine.subjects import AdapterSubject
 
 _OUTPUT = "lm_head.weight"
 """What every class of transformers that has it on disk has in memory, too."""

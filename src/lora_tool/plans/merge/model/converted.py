@@ -36,7 +36,7 @@ from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.operation import rows_of
 from lora_tool.plans.core.steps import InputRecord
 from lora_tool.plans.merge.draft import Model, ParameterConversion
-from lora_tool.rules.engine.subjects import BaseMatch
+from lora_tool.rules.engine.base_match import BaseMatch
 
 
 def in_memory(adapter: AdapterDir, mapping: NamesOnDisk) -> AdapterDir:
