@@ -67,6 +67,12 @@ def described(found: Sampled) -> dict[str, Any]:
     for model in models:
         by_class[model.class_name].append(model)
     present = {name: presence(each, stacks) for name, each in by_class.items()}
+    counted = {path: counts(path, by_class, stacks) for path, _ in paths_of(found.config)}
+    loose = set().union(*counted.values())  # of things that are counted, none tells of another
+    present = {
+        name: (always, [group for group in groups if loose.isdisjoint(group)], names)
+        for name, (always, groups, names) in present.items()
+    }
     common = set.intersection(*(set(always) for always, _, _ in present.values()))
     together = set.intersection(*(set(groups) for _, groups, _ in present.values()))
     sure = set().union(*(always for always, _, _ in present.values()))
@@ -85,12 +91,13 @@ def described(found: Sampled) -> dict[str, Any]:
         "tie_word_embeddings": models[0].fields.get("tie_word_embeddings"),
         "classes": {name: class_entry(by_class[name], stacks, its, common, together) for name, its in present.items()},
         "follows": follows(models, used, tensors, stacks),
-        **coverage(found, by_class, stacks),
+        **coverage(found, by_class, {path for path, names in counted.items() if names & sure}),
     }
 
 
-def counts(path: str, by_class: Mapping[str, Sequence[Built]], stacks: Stacks) -> bool:
-    """Return whether the field is a number of things that have names of their own, and are no layers of a stack."""
+def counts(path: str, by_class: Mapping[str, Sequence[Built]], stacks: Stacks) -> set[str]:
+    """Return the names of the things whose number the field is, and that are no layers of a stack; none of another."""
+    found: set[str] = set()
     for models in by_class.values():
         alike: dict[Any, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for model in models:
@@ -102,12 +109,12 @@ def counts(path: str, by_class: Mapping[str, Sequence[Built]], stacks: Stacks) -
             every = [names[value] for value in sorted(names)]
             for fewer, more in itertools.pairwise(every):
                 forms = {_DIGITS.sub("#", name) for name in fewer}
-                if any(_DIGITS.sub("#", name) in forms for name in more - fewer):
-                    return True
-    return False
+                forms &= {_DIGITS.sub("#", name) for name in more - fewer}
+                found |= {name for name in more if _DIGITS.sub("#", name) in forms}
+    return found
 
 
-def coverage(found: Sampled, by_class: Mapping[str, Sequence[Built]], stacks: Stacks) -> dict[str, Any]:
+def coverage(found: Sampled, by_class: Mapping[str, Sequence[Built]], exact: Collection[str]) -> dict[str, Any]:
     """Return for which values of the config's fields the entry is known to be right, the small config's first; of others
     it says nothing.
 
@@ -121,7 +128,7 @@ def coverage(found: Sampled, by_class: Mapping[str, Sequence[Built]], stacks: St
         seen, varied = frozenset.intersection(*by), len(frozenset.union(*by)) > 1
         if not seen or (path not in found.deciding and (varied or seen == {"{}"})):
             continue
-        known = seen if counts(path, by_class, stacks) else in_words(seen)
+        known = seen if path in exact else in_words(seen)
         usual = in_words(kinds_of(value), known)
         kinds[" ".join([*sorted(usual & known), *sorted(known - usual)])].append(path)
         if path in defaults and not in_words(kinds_of(defaults[path]), known) <= known:
