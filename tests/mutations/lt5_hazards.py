@@ -37,13 +37,6 @@ EDITS = {
         tensors=lora("lm_head", rows=304, columns=16),
         with_base=True,
     ),
-    "LT508 where names may mean other modules": Edit(
-        CAUSAL,
-        base={"tie_word_embeddings": True, "model_type": "mixtral"},
-        target="lm_head",
-        tensors=lora("lm_head", rows=304, columns=16),
-        with_base=True,
-    ),
     "LT509": Edit(CAUSAL, by=lambda folder: trained_tokens(folder, [304], rows=1), with_base=True),
 }
 enter(__name__, EDITS)

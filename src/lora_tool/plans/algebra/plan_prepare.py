@@ -29,6 +29,7 @@ from lora_tool.plans.algebra.terms import factors_of_sum
 from lora_tool.plans.algebra.whole_plan import SAME, adapter_plan, beginnings_of, magnitude_steps, whole_tensors
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import SideFile
+from lora_tool.rules.bases import named_base
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.judging import MergeJudge
 from lora_tool.rules.serving.forms import ServingForm, alone_text, form_of, in_the_way, stacks_in_the_way
@@ -56,7 +57,7 @@ def plan_prepare(
     only together get LoRA of zeros where they have none. `max_rank` is the largest rank that the server takes: modules
     with a higher rank are lowered to it where that loses nothing, or, with `approximate`, to the best approximation;
     `approximate` with a `base` does the same to DoRA, which for PEFT stays DoRA without it. The rules compare the adapter
-    with a given `base`, and the new config names it. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and
+    with the `base`, by default the one that its config names if it is on this disk; the new config names a given one. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and
     trained tokens and changed rows of embeddings become LoRA on those; `spool` opens the file that keeps the factors
     computed this way. `dtype` None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are
     codes of rules. For vLLM, which loads the whole of a multimodal base, an adapter of its text class gets the names that
@@ -66,7 +67,8 @@ def plan_prepare(
     form, kind = form_of(chosen), None if dtype is None else float_type(dtype)
     opened = opened_adapter(adapter)
     model = None if base is None else opened_model(base)
-    report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), model, computing=False)
+    judged = model or named_base(opened)[0]
+    report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), judged, computing=False)
     view = view_of(opened)
     _require_form(view, chosen, model, approximate=approximate)
     names = SAME

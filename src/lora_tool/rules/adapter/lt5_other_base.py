@@ -106,7 +106,8 @@ def base_not_named(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
         found = resolve(named, near=near)
         if found.path.samefile(base.root) or (found.hub_id is not None and found.hub_id == given.hub_id):
             return
-        same, why = _same_model(open_model(found.path), base), f"{found.path} has other tensors"
+        same = _same_model(open_model(found.path), base)
+        why = f"{found.path} has other tensors"
     except CheckpointError as error:
         same, why = None, str(error)
     if same is False:
