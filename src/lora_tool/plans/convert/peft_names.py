@@ -55,11 +55,12 @@ def peft_names(view: AdapterView, model: ModuleNames | None, hint: str) -> PeftN
     tensors = view.adapter.tensors
     names: dict[str, str] = {}
     dropped: list[tuple[str, str]] = []
+    whole_paths: dict[str, str] = {}
     for name, key in view.adapter.keys.items():
         if key.part is Part.ORIGINAL_MODULE:
             dropped.append((name, "the frozen original of a module that was trained whole"))
             continue
-        path = readings[key.prefixed].path(view.paths[key.module])
+        path = whole_paths[view.paths[key.module]] = readings[key.prefixed].path(view.paths[key.module])
         first = names.setdefault(replace(key, module=path).canonical, name)
         if first is name:
             continue
@@ -69,13 +70,13 @@ def peft_names(view: AdapterView, model: ModuleNames | None, hint: str) -> PeftN
                 hint="remove the one that was not trained, or save the adapter again with PEFT",
             )
         dropped.append((name, f"the same as `{first}`"))
-    changes = dict(_changes(view.config))
+    changes = dict(_changes(view.config, whole_paths))
     return PeftNames(
         tensors={new: tensors[name] for new, name in names.items()},
         dropped=tuple(dropped),
         config=replace(view.config, **{_ATTRIBUTES.get(name, name): value for name, value in changes.items()}),
         changes={name: list(value) if isinstance(value, tuple) else value for name, value in changes.items()},
-        why=(f"{', '.join(changes)} without wrappers",) if changes else (),
+        why=(f"{', '.join(changes)} as the tensors are named",) if changes else (),
     )
 
 
@@ -95,18 +96,27 @@ _LISTS = ("target_modules", "exclude_modules", "modules_to_save", "target_parame
 _TABLES = ("rank_pattern", "alpha_pattern", "trainable_token_indices")
 
 
-def _changes(config: AdapterConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the fields in which paths have wrappers or prefixes, without them; regular expressions stay as they are."""
+def _changes(config: AdapterConfig, whole_paths: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields in which paths have wrappers or prefixes, without them; regular expressions stay as they are.
+
+    One of the `whole_paths`, those of the adapter's modules, becomes the path that the module gets, if it is of one
+    layer: others may be the ends of several.
+    """
+
+    def meant(entry: str) -> str:
+        bare = _bare(entry)
+        return bare if keys.split_layer(bare)[0] is None else whole_paths.get(bare, bare)
+
     for name in _LISTS:
         entries = getattr(config, name)
-        if isinstance(entries, tuple) and (bare := tuple(map(_bare, entries))) != entries:
+        if isinstance(entries, tuple) and (bare := tuple(map(meant, entries))) != entries:
             yield name, tuple(dict.fromkeys(bare))
     for name in _TABLES:
         renamed: dict[str, Any] = {}
         table = getattr(config, _ATTRIBUTES.get(name, name))
         for key, value in table.items():
-            if renamed.setdefault(_bare(key), value) != value:
-                raise UnsupportedAdapter(f"{config.path}: `{name}` has two values for `{_bare(key)}`", hint=_ONE_VALUE)
+            if renamed.setdefault(meant(key), value) != value:
+                raise UnsupportedAdapter(f"{config.path}: `{name}` has two values for `{meant(key)}`", hint=_ONE_VALUE)
         if renamed != table:
             yield name, renamed
 
