@@ -47,8 +47,7 @@ def static_findings(run: RunConfig) -> Iterator[Finding]:
     if run.options.get("use_peft") and name in run.given and given != expected:
         why = f"is {given or 'none'}, but {run.method.name} needs {expected}"
         why += ": the score head would not be saved" if expected == "SEQ_CLS" else ", by which loaders choose the model"
-        hint = f"--{name} {expected}" if name in run.typed else f"{name}: {expected}"
-        yield trap("task-type", hint, where=run.where(name), subject=name, why=why)
+        yield trap("task-type", f"{name}: {expected}", where=run.where(name), subject=name, why=why)
     rate = run.options.get("learning_rate", 0.0)
     if run.options.get("use_peft") and "learning_rate" not in run.given and LOW <= rate < _OF_LORA:
         why = f"no learning_rate is given, and TRL's {rate:g} is for training all weights: LoRA takes ten times that"

@@ -36,6 +36,8 @@ class TrainingJob(Struct, frozen=True, kw_only=True):
     guard: GuardSettings
     ours: bool = False
     """Whether `train` launched it: its output folder is cleared, and errors of TRL are reported."""
+    typed: frozenset[str] = frozenset()
+    """The options of the run that its command line gives."""
     dry_run: bool = False
     """Whether the training ends before its first step."""
 

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from lora_tool.core.display import printable
 from lora_tool.core.report import Finding, Severity
 from lora_tool.core.report.text import by_rule
 from lora_tool_train.job import FOLDER_VARIABLE, TrainingJob, TrainingOutcome, TrainingStatus, read_job, write_outcome
-from lora_tool_train.traps import TrainingStopped, trap
+from lora_tool_train.traps import TrainingStopped, as_typed, trap
 
 _DATA = "dataset_name: a Hub id, or a folder of files; for one file datasets: [{path: json, data_files: FILE}]"
 _NAME = "model_name_or_path and dataset_name: a folder that is there, or a Hub id of the form owner/name"
@@ -75,7 +77,8 @@ class Logbook:
 
         That error is not printed: the waiting command prints it last, and once.
         """
-        kept = [found for found in findings if found.code not in self.job.guard.ignore]
+        found_here = (found for found in findings if found.code not in self.job.guard.ignore)
+        kept = [replace(found, hint=as_typed(found.hint, self.job.typed)) for found in found_here]
         self.findings += kept
         stops = self.job.guard.mode == "stop"
         error = next((found for found in kept if stops and found.severity is Severity.ERROR), None)
@@ -119,7 +122,7 @@ class Logbook:
         hint = known or next((hint for name, hint in _FRAMES.items() if name in frames), None)
         if known and isinstance(error, KeyError):
             said = f"the data has no column or split {error}"
-        self.write(TrainingStatus.FAILED, error=said, hint=hint)
+        self.write(TrainingStatus.FAILED, error=said, hint=as_typed(hint, self.job.typed))
         return self.job.ours and known is not None
 
     def _show(self, findings: Sequence[Finding]) -> None:

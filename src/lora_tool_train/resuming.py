@@ -30,7 +30,7 @@ def resume_findings(model: Any, checkpoint: Path) -> Iterator[Finding]:
     if not isinstance(opened, AdapterDir) or opened.config is None or not opened.config.has_known_type:
         return
     for why, hint in (*_settings(model, opened), *_base(model, opened)):
-        yield trap("resume-differs", hint, where=str(checkpoint), why=why)
+        yield trap("resume-differs", hint, where=str(checkpoint), checkpoint=checkpoint.name, why=why)
 
 
 def _settings(model: Any, saved: AdapterDir) -> Iterator[tuple[str, str]]:

@@ -128,7 +128,7 @@ def train(run: RunConfig, choice: ResumeChoice, found: Sequence[Finding], *, dry
     refused = refusal(run, found)
     if refused is not None:
         return Ended(refused=refused, before=tuple(found))
-    job = TrainingJob(guard=run.guard, ours=True, dry_run=dry_run)
+    job = TrainingJob(guard=run.guard, ours=True, typed=run.typed, dry_run=dry_run)
     is_new, good = not run.output.exists(), False
     try:
         with tempfile.TemporaryDirectory(prefix="lora-tool-run-") as folder:

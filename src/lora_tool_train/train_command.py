@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import click
+from msgspec.structs import replace
 
 from lora_tool.cli.options import Sectioned, UserPath, json_option, quiet_option
 from lora_tool.cli.terminal import tell
@@ -69,6 +70,7 @@ def command(
     from lora_tool_train.checks import require_inputs, static_findings, with_task_type
     from lora_tool_train.config import read_run_config
     from lora_tool_train.running import refusal, resumed, summarise, train
+    from lora_tool_train.traps import as_typed
 
     require_packages(PACKAGES, extra="train")
     typed = read_run_config(METHODS[method], config, options)
@@ -78,7 +80,8 @@ def command(
         click.echo("set lora_task_type: SEQ_CLS (with TRL's default CAUSAL_LM the score head is not saved)", err=True)
     choice = resumed(run, resume)
     checked = static_findings(run) if run.guard.mode != "off" else ()
-    found = [item for item in (*choice.skipped, *checked) if item.code not in run.guard.ignore]
+    said = (item for item in (*choice.skipped, *checked) if item.code not in run.guard.ignore)
+    found = [replace(item, hint=as_typed(item.hint, run.typed)) for item in said]
     for item in (item for item in found if item is not refusal(run, found)):  # which is printed last
         place = f"{item.path}: " * bool(item.path) + f"{item.subject} " * bool(item.subject)
         tell(str(item.severity), f"{item.code}: {place}{item.message}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
+
 from lora_tool.core.errors import FindingsFound, LoraToolError, WrongValue
 from lora_tool.core.report import Finding, Severity
 
@@ -30,7 +33,7 @@ ERRORS = {
     "never-moved": "none of {count} trained parameters changed in {steps} steps",
     "no-labels": "{share} rows that were read have no label (all are -100), so they teach nothing",
     "learning-rate": "{why}",
-    "resume-differs": "cannot be resumed from with these options: {why}",
+    "resume-differs": "{checkpoint} was saved with other options: {why}",
     "not-saved": "the first saved checkpoint lacks the trained weights: {why}",
     "bad-result": "{why}",
 }
@@ -65,6 +68,15 @@ def trap(
     message = CODES[code].format(**seen)
     severity = severity or (Severity.ERROR if code in ERRORS else Severity.WARNING)
     return Finding(code=code, severity=severity, path=where, subject=subject, message=message, hint=hint)
+
+
+def as_typed(hint: str | None, typed: Collection[str]) -> str | None:
+    """Return a hint with each option of YAML, ``name: value``, as it is `typed`: there it would win over the file."""
+    names = "|".join(map(re.escape, typed))
+    if not hint or not names:
+        return hint
+    option = rf"\b({names}): (\[[^\]]*\]|[^\s,;)]+)"
+    return re.sub(option, lambda found: f"--{found[1]} {re.sub(r'[][,]', '', found[2])}", hint)
 
 
 class BadRunConfig(WrongValue):

@@ -15,7 +15,7 @@ from lora_tool_train.init_command import first_run
 from lora_tool_train.methods import METHODS
 from lora_tool_train.results import ResumeChoice
 from lora_tool_train.running import launch_command
-from lora_tool_train.traps import BadRunConfig
+from lora_tool_train.traps import BadRunConfig, as_typed
 from tests.cli.calling import Caller
 
 
@@ -92,12 +92,26 @@ def test_names_from_elsewhere_lead_to_options_that_there_are() -> None:
     assert meant_by("max_seq_length", {"lr"}) is None  # grpo has no max_length
 
 
-def test_the_place_and_the_form_are_those_of_what_was_given(tmp_path: Path) -> None:
+def test_the_place_is_that_of_what_was_given(tmp_path: Path) -> None:
     text = "use_peft: true\nlora_task_type: CAUSAL_LM"
     (found,) = static_findings(read(tmp_path, text))
-    assert (found.path, found.hint) == (str(tmp_path / "run.yaml"), "lora_task_type: SEQ_CLS")
+    assert found.path == str(tmp_path / "run.yaml")
     (found,) = static_findings(read(tmp_path, text, "--lora_task_type", "CAUSAL_LM"))
-    assert (found.path, found.hint) == ("command line", "--lora_task_type SEQ_CLS")
+    assert found.path == "command line"
+
+
+@pytest.mark.parametrize(
+    ("hint", "typed", "said"),
+    [
+        ("lora_task_type: SEQ_CLS", {"lora_task_type"}, "--lora_task_type SEQ_CLS"),
+        ("lora_r: 8, lora_alpha: 16", {"lora_alpha"}, "lora_r: 8, --lora_alpha 16"),
+        ("lora_target_modules: [q_proj, v_proj]", {"lora_target_modules"}, "--lora_target_modules q_proj v_proj"),
+        ("use_cpu: true and bf16: false", set(), "use_cpu: true and bf16: false"),
+        (None, {"lora_r"}, None),
+    ],
+)
+def test_what_was_typed_is_mended_where_it_was_typed(hint: str | None, typed: set[str], said: str | None) -> None:
+    assert as_typed(hint, typed) == said
 
 
 @pytest.mark.parametrize("instead", ["/dev/zero", "fifo"])
