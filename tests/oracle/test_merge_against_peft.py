@@ -22,7 +22,7 @@ from lora_tool.core.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.rules.merged.evidence import Verdict
 from lora_tool.verification.text import Verification
 from lora_tool.verification.verified import Level
-from tests.judging import judge, lines
+from tests.judging import codes, judge, lines
 from tests.oracle.adapter_cases import FEATURES, Case, case
 from tests.oracle.peft_merge import (
     BF16,
@@ -64,13 +64,18 @@ def proven(verification: Verification) -> None:
     assert {skipped.code for skipped in verification.report.skipped} <= {"LT320"}  # which asks the tokenizer
 
 
+OF_ONE_MATRIX = ("ties to the other end", "is one layer in several places")
+"""Refusals of what one matrix cannot hold, which a rule warns of."""
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_no_rule_complains_and_the_merge_is_pefts(name: str, tmp_path: Path) -> None:
     one = FEATURES[name]
     base, adapter = one.write(tmp_path)
-    assert lines(judge(adapter, servers=["peft"] if one.served else [])) == []
+    warned = {"LT508"} if one.refused in OF_ONE_MATRIX else set()
+    assert codes(judge(adapter, servers=["peft"] if one.served else [])) == warned
     assert lines(judge(base)) == []
-    assert lines(judge(adapter, base=base)) == []
+    assert codes(judge(adapter, base=base)) == warned
     if one.refused is not None:
         with pytest.raises(LoraToolError, match=one.refused):
             merge_with_ours(base, adapter, tmp_path / "ours", "peft")

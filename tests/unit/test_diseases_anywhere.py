@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -90,8 +91,11 @@ def _cases() -> Iterator[tuple[str, str]]:
     That each injury gives its code where it is made is shown in test_rules_mutations.py.
     """
     first = {each.code: name for name, each in reversed(MUTATIONS.items()) if each.code[:3] in _ADAPTERS}
-    for at, name in enumerate(first.values()):
-        turns = [*PLACES][at % len(PLACES) :] + [*PLACES][: at % len(PLACES)]
+    met = Counter[str]()
+    for code, name in first.items():
+        at = met[code[:3]] % len(PLACES)
+        met[code[:3]] += 1
+        turns = [*PLACES][at:] + [*PLACES][:at]
         place = next((place for place in turns if _fits(MUTATIONS[name], place)), None)
         if place:
             yield name, place

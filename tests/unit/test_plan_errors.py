@@ -323,6 +323,7 @@ def test_a_missing_extra_is_installed_from_where_lora_tool_came(
     if origin is not None:
         (installed / "direct_url.json").write_text(origin)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(Path, "exists", lambda _: True)
     assert MissingDependency("torch", extra="merge").hint == f"pip install {named}"
 
 

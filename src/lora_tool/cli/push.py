@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import threading
 from functools import partial
@@ -102,7 +103,8 @@ def command(
         click.echo(str(published.done))
         if published.plan.remote.revision == MAIN and not published.plan.create_pr:
             pushed = published.done.repo
-            click.echo(f"next: {loading(pushed, published.plan.folder) or f'lora-tool merge {pushed}'}")
+            step = loading(pushed, published.plan.folder) or f"lora-tool merge {shlex.quote(pushed)}"
+            click.echo(f"next: {step}")
 
 
 def _json(plan: PushPlan, done: Pushed) -> dict[str, Any]:
