@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lora_tool.formats.tokenizer import SpecialToken, read_tokenizer
-from lora_tool.formats.vocabulary import Vocabulary, vocabulary_of
+from lora_tool.formats.vocabulary import WordIds, vocabulary_of
 
 ADDED = {"id": 7, "content": "<pad>", "special": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -119,7 +119,7 @@ FORMS: dict[str, tuple[str, Any]] = {
 }
 
 
-def _read(folder: Path, form: str, words: list[str]) -> Vocabulary:
+def _read(folder: Path, form: str, words: list[str]) -> WordIds:
     name, write = FORMS[form]
     (folder / form).mkdir(exist_ok=True)
     (folder / form / name).write_bytes(write(*words))

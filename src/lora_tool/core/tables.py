@@ -12,7 +12,7 @@ _LONGEST = 1_500
 """Letters of a cell."""
 
 
-class Table(Struct, frozen=True, kw_only=True):
+class TextTable(Struct, frozen=True, kw_only=True):
     """Rows under their columns, of which those stand to the right whose name ends in ``>``.
 
     Both forms leave out a column in which no row has anything, and rows beyond 200; no text in them acts on anything.

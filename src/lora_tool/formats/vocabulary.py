@@ -18,7 +18,7 @@ _USUAL_SHIFT = 10
 """Of so many words that two forms share, all but one must be moved by the same number, or none is taken to be."""
 
 
-class Vocabulary(Struct, frozen=True, kw_only=True):
+class WordIds(Struct, frozen=True, kw_only=True):
     """The words of one tokenizer, byte-level ones in GPT-2's letters, with their ids."""
 
     path: Path
@@ -26,7 +26,7 @@ class Vocabulary(Struct, frozen=True, kw_only=True):
     added: frozenset[str] = frozenset()
     """Those that were added to the vocabulary, as special tokens are."""
 
-    def moved(self, other: Vocabulary) -> dict[str, tuple[int, int]]:
+    def moved(self, other: WordIds) -> dict[str, tuple[int, int]]:
         """Return the words that both have under different ids, with both ids.
 
         fairseq's models keep their own special tokens before the pieces of a SentencePiece file: between files of two
@@ -48,7 +48,7 @@ class Vocabulary(Struct, frozen=True, kw_only=True):
         }
 
 
-def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary | None:
+def vocabulary_of(tokenizer: Tokenizer) -> WordIds | None:
     """Return the words of a tokenizer by the first of its files that holds them; None where none can be read."""
     for name, read in _FORMS.items():
         path = tokenizer.paths.get(name)
@@ -60,7 +60,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary | None:
             continue
         if ids:
             added = tokenizer.added
-            return Vocabulary(path=path, ids=ids | added, added=frozenset(added))
+            return WordIds(path=path, ids=ids | added, added=frozenset(added))
     return None
 
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 from lora_tool.checkpoints.sources import Wanted, located
 from lora_tool.core.display import as_html, counted, json_data, number, printable, size
 from lora_tool.core.options import named_in_errors
-from lora_tool.core.tables import Table
+from lora_tool.core.tables import TextTable
 from lora_tool.verification.validating import Criteria
 from lora_tool.workflows.inventory import FileRole, Inventory, Listed, inventory
 
@@ -60,7 +60,7 @@ class Listing(Struct, frozen=True, kw_only=True):
         kinds = ", ".join(f"{content} {size(total)}" for content, total in totals.items() if total)
         return f"{counted(len(self.checkpoints), 'checkpoint')}, {size(sum(totals.values()))}: {kinds}"
 
-    def table(self, *, by_content: bool = False) -> Table:
+    def table(self, *, by_content: bool = False) -> TextTable:
         """Return a row for each checkpoint; `by_content` has its size by what the files are for."""
         contents = [f"{content}>" for content in FileRole] if by_content else ["size>"]
         rows = []
@@ -81,7 +81,7 @@ class Listing(Struct, frozen=True, kw_only=True):
                     )
                 )
         columns = ("checkpoint", "kind", "step>", "loss>", "metric>", *contents, "verdict")
-        return Table(columns=columns, rows=tuple(rows))
+        return TextTable(columns=columns, rows=tuple(rows))
 
 
 @named_in_errors

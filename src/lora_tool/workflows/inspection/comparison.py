@@ -26,7 +26,7 @@ from lora_tool.core.choices import TextEnum
 from lora_tool.core.display import as_html, json_data, number, printable, ranges
 from lora_tool.core.keys import split_layer
 from lora_tool.core.progress import Progress
-from lora_tool.core.tables import Table
+from lora_tool.core.tables import TextTable
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.stored_numbers import READABLE, Matrix, raw_blocks, square_sum, stored_blocks, widened
 from lora_tool.workflows.inspection.factors import matrices, triangle
@@ -114,7 +114,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
         return {"schema_version": 1, "same": self.same, **json_data(asdict(self))}
 
     @property
-    def by_target(self) -> Table:
+    def by_target(self) -> TextTable:
         """The modules that differ, a row for those of one target that differ in one way."""
         groups: dict[tuple[str, ModuleChange, str], list[Difference]] = defaultdict(list)
         for item in self.differences:
@@ -142,7 +142,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
                     note,
                 )
             )
-        return Table(columns=_COLUMNS, rows=tuple(rows))
+        return TextTable(columns=_COLUMNS, rows=tuple(rows))
 
     @property
     def summary(self) -> str:

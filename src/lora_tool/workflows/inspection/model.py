@@ -13,7 +13,7 @@ from msgspec.structs import asdict
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir
 from lora_tool.core.display import as_html, counted, json_data, number, printable, shortened, size
 from lora_tool.core.errors import BrokenFile
-from lora_tool.core.tables import Table
+from lora_tool.core.tables import TextTable
 from lora_tool.formats import model_card, training_record
 from lora_tool.formats.files import inside, read_object
 from lora_tool.workflows.inspection.curves import Curves
@@ -165,7 +165,7 @@ class Inspection(Struct, frozen=True, kw_only=True):
 
     def _repr_html_(self) -> str:
         rows = tuple((name, shortened(value)) for name, value in self.facts() if value)
-        return as_html(f"{self.kind}  {printable(self.path)}") + Table(columns=("", ""), rows=rows).html()
+        return as_html(f"{self.kind}  {printable(self.path)}") + TextTable(columns=("", ""), rows=rows).html()
 
 
 class AdapterInspection(Inspection, frozen=True, kw_only=True):
