@@ -16,7 +16,7 @@ from lora_tool.core.errors import FindingsFound, UnsupportedAdapter
 from lora_tool.core.tensors import TensorAction
 from lora_tool.execution.engine import execute
 from lora_tool.plans.merge.model import reading
-from tests.judging import judge, lines
+from tests.judging import codes, judge, lines
 from tests.oracle.peft_merge import (
     Table,
     changed,
@@ -194,6 +194,14 @@ def test_a_plain_base_is_known_without_transformers(
         "left out of the base: " in note and "a buffer that transformers computes" in note for note in made.notes
     )
     require_tensors(saved_tensors(execute(made, tmp_path / "ours")), theirs)
+
+
+def test_deep_asks_transformers_about_a_type_that_no_table_has(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "mixtral", "causal-lm", torch.bfloat16)
+    assert any("no table of the tensors of mixtral models" in each.reason for each in judge(base).skipped)
+    assert (judge(base, deep=True).skipped, lines(judge(base, deep=True))) == ((), [])
+    rewrite(base, without_a_norm)
+    assert codes(judge(base, deep=True)) == {"LT318"}
 
 
 def test_a_head_of_another_class_is_left_out(tmp_path: Path) -> None:

@@ -183,17 +183,17 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
     def subject(self, adapter: AdapterDir) -> AdapterSubject:
         """Return the subject of an adapter's rules: its view, and its match with the base where names determine one."""
         view = view_of(adapter)
-        modules = [layer.target for layer in view.layers]
+        modules, whole = [layer.target for layer in view.layers], self.deep is True
         match = None if self.base is None else match_base(self.base, view.config, modules)
         unmatched = self.base if isinstance(match, str) else None
         adapted = (*modules, *view.tokens, *(name.rpartition(".")[0] for name in view.saved))
         return AdapterSubject(
             checkpoint=adapter,
             scans=scans_of(adapter),
-            whole=self.deep is True,
+            whole=whole,
             view=view,
             base=self.base,
-            stored_base=None if self.base is None else ModelSubject(checkpoint=self.base, ask=self.ask),
+            stored_base=None if self.base is None else ModelSubject(checkpoint=self.base, ask=self.ask, whole=whole),
             match=match,
             same_names=None if unmatched is None else same_names(unmatched, view.config, adapted),
             num_labels=self.labels,

@@ -364,6 +364,8 @@ def _lacking_on_disk(subject: AdapterSubject, match: BaseMatch) -> tuple[str, li
     known = merged_tensors(subject)
     if known is not None and _nowhere(subject, match, known):
         known = merged_tensors(subject, sure=True)
+    elif known is None and subject.whole and subject.stored_base is not None:
+        known = subject.stored_base.class_tensors  # of a type that no table has, as transformers says
     return ("", [], None) if known is None else (known.class_name or "", _nowhere(subject, match, known), known.doubt)
 
 

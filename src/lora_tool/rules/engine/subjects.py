@@ -208,7 +208,8 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     ) -> ModelTensors | str:
         """Return tensors of these shapes compared with the class of `config`, or why that is not possible.
 
-        `ask` is called where the table does not cover the config, or finds something wrong.
+        `ask` is called where the table does not cover the config, or finds something wrong; and where no table has the
+        type, if every byte is read anyway: importing transformers takes seconds.
         """
         from lora_tool.models import model_tensors  # for models alone
 
@@ -216,11 +217,11 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
         if found is not None and not found.accuses(shapes):
             return found
         unsure = found.doubt if found is not None else model_tensors.why_unsure(config)
-        if ask is None or (found is None and unsure is None):
+        if ask is None or (found is None and unsure is None and not self.whole):
             return found or model_tensors.why_unknown(config)
         answer = ask(config, shapes)
         if found is None:
-            return f"{unsure}; {answer}" if isinstance(answer, str) else answer
+            return f"{unsure or model_tensors.why_unknown(config)}; {answer}" if isinstance(answer, str) else answer
         if isinstance(answer, str):
             return found if unsure is None else replace(found, doubt=f"{unsure}; {answer}")
         others = tuple(name for name in answer.of_other_classes if name not in found.unexpected)
