@@ -71,10 +71,8 @@ def _bert() -> PreTrainedModel:
     return BertForSequenceClassification(BertConfig(**sizes, vocab_size=304, num_labels=1))
 
 
-_NO_MIXTURE = frozenset({"LT508 where names may mean other modules"})
-"""It calls the base a Mixtral, which has no experts then: transformers finds that."""
 PATIENTS = {
-    "llama": Patient(model=None, of=(CAUSAL,), enough=100, untold=_NO_MIXTURE),
+    "llama": Patient(model=None, of=(CAUSAL,), enough=100),
     "reward": Patient(model=None, of=(REWARD,), enough=35),
     "gpt2": Patient(
         model=_gpt2,
@@ -103,7 +101,6 @@ PATIENTS = {
         task="SEQ_CLS",
         third=2,
         enough=30,
-        untold=_NO_MIXTURE,
     ),
 }
 
