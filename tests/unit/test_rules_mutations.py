@@ -65,6 +65,7 @@ _UNLIKE = {
     "LT805": "its base has no biases, which nobody could know",
     "LT812": "its base is another model",
     "LT815": "its base is another model",
+    "LT816 of a Mamba": "its base has no Mamba layers",
 }
 """Injuries, or all of a rule, after which a file says what the others do not."""
 

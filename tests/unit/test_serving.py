@@ -75,7 +75,7 @@ def test_lora_outside_of_the_language_model_names_what_vllm_is_started_with(tmp_
     (found,) = [finding for finding in judge(folder, servers=["vllm"]).findings if finding.code == "LT803"]
     assert "vllm serve BASE --enable-lora --enable-tower-connector-lora --max-lora-rank 64" in str(found.hint)
     with edit.fields(folder) as config:
-        config["rank_pattern"] = {}
+        config |= {"rank_pattern": {}, "base_model_name_or_path": "acme/with-a-vision-tower"}
     adapter = open_checkpoint(folder)
     assert isinstance(adapter, AdapterDir)
     written = Written(path=tmp_path / "out", plan=plan_prepare(adapter, Server.VLLM, ignore=("LT8",)), fidelity=None)
