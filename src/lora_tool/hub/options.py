@@ -10,7 +10,7 @@ from lora_tool.core.choices import Choice, flag
 from lora_tool.core.errors import WrongValue
 from lora_tool.core.hub_names import require_ref_name
 from lora_tool.core.options import Options, Section, option
-from lora_tool.plans.core.options import RuleOptions
+from lora_tool.rules.options import RuleOptions
 
 MAIN = "main"
 

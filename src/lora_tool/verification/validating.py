@@ -31,11 +31,11 @@ from lora_tool.core.report.model import joined
 from lora_tool.formats.files import inside
 from lora_tool.models.mapping.class_tensors import class_tensors
 from lora_tool.plans.base.task import Task
-from lora_tool.plans.core.options import SelectOptions
 from lora_tool.rules.bases import named_base
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Subject
 from lora_tool.rules.judging import Judge, unopened
+from lora_tool.rules.options import SelectOptions
 from lora_tool.rules.serving.named import SERVER_NAMES, server_named
 from lora_tool.rules.training.saves import FINISHED, Judged, judged, run_table
 from lora_tool.rules.training.sharded_subject import sharded_subject

@@ -13,8 +13,9 @@ from lora_tool.core.errors import WrongValue
 from lora_tool.core.options import option
 from lora_tool.plans.convert.forms import AdapterForm
 from lora_tool.plans.convert.peft_names import convertible
-from lora_tool.plans.core.options import OUTPUT, IgnoreOptions, ResumableOptions
+from lora_tool.plans.core.options import OUTPUT, ResumableOptions
 from lora_tool.rules.bases import named_base
+from lora_tool.rules.options import IgnoreOptions
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, hashing, require_apart, require_output
 

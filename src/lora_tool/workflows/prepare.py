@@ -18,9 +18,10 @@ from lora_tool.core.options import option
 from lora_tool.core.tensors import DType
 from lora_tool.models.ends import head_of
 from lora_tool.plans.base.task import Task
-from lora_tool.plans.core.options import FLOAT_DTYPE, OUTPUT, IgnoreOptions, ResumableOptions
+from lora_tool.plans.core.options import FLOAT_DTYPE, OUTPUT, ResumableOptions
 from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.engine.subjects import Server
+from lora_tool.rules.options import IgnoreOptions
 from lora_tool.rules.serving.named import server_named
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, hashing, require_apart, require_output

@@ -9,7 +9,8 @@ from pathlib import Path
 from lora_tool.checkpoints.sources import Reference, opened_adapter
 from lora_tool.core.errors import WrongValue
 from lora_tool.core.options import option
-from lora_tool.plans.core.options import OUTPUT, IgnoreOptions, RankOptions, ResumableOptions
+from lora_tool.plans.core.options import OUTPUT, RankOptions, ResumableOptions
+from lora_tool.rules.options import IgnoreOptions
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
 from lora_tool.workflows.writing import carry_out, hashing, require_apart, require_output
 

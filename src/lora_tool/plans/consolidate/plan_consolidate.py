@@ -33,7 +33,7 @@ from lora_tool.formats.partitions import Role, StateEntry
 from lora_tool.plans.consolidate.extract_adapter import Selection, select_adapter
 from lora_tool.plans.consolidate.rebuilt_config import FoundConfig, adapter_config_of
 from lora_tool.plans.core.ops import Precision, copied_as
-from lora_tool.plans.core.options import FLOAT_DTYPE, SHARD_SIZE, IgnoreOptions
+from lora_tool.plans.core.options import FLOAT_DTYPE, SHARD_SIZE
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import (
     DEFAULT_MAX_SHARD_BYTES,
@@ -46,6 +46,7 @@ from lora_tool.plans.core.steps import (
     lay_out,
 )
 from lora_tool.rules.consolidating import check_of_values, judge_adapter, judge_files
+from lora_tool.rules.options import IgnoreOptions
 from lora_tool.rules.training.sharded_subject import ShardedSubject
 
 _OTHER_LORA = re.compile(r"\.(lora_[ab]|lora_(up|down)|adapter\.linear_(in|out))(\.weight)?\Z")

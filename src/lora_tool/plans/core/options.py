@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lora_tool.core.choices import codes, flag, fraction, number_of_bytes, positive, wrong_value
+from lora_tool.core.choices import flag, fraction, number_of_bytes, positive
 from lora_tool.core.engines import LOCAL, Spread, engine_name
 from lora_tool.core.options import Options, Section, option
 from lora_tool.core.progress import StageWatch
-from lora_tool.core.report.findings import Severity
 from lora_tool.core.tensors import FLOAT_NAMES, DType, float_type
-
-
-def severity(given: object) -> Severity:
-    """Return the severity at which findings fail. Raises `WrongValue` for everything but "error" and "warning"."""
-    if given not in (Severity.ERROR, Severity.WARNING):
-        raise wrong_value("severity", given, [Severity.ERROR.value, Severity.WARNING.value])
-    return Severity(given)
-
 
 OUTPUT: Mapping[str, Any] = {"name": "output", "short": ("-o",), "metavar": "PATH"}
 """The spelling of the folder that is written."""
@@ -89,38 +80,6 @@ class ResumableOptions(WritingOptions):
 
     resume: bool = option(
         default=False, text="Reuse what a killed run finished; leave a finished output as it is.", parse=flag
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class IgnoreOptions(Options):
-    """Which rules do not run."""
-
-    common: ClassVar[bool] = True
-    section = Section.CHECKS
-
-    ignore: Iterable[str] = option((), "Rules not to run.", parse=codes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelectOptions(IgnoreOptions):
-    """Which rules run."""
-
-    common: ClassVar[bool] = True
-    section = Section.CHECKS
-
-    select: Iterable[str] = option((), "Run only these rules: LT206, or LT2 for all LT2xx.", parse=codes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuleOptions(SelectOptions):
-    """Which rules run, and from which severity on their findings fail."""
-
-    common: ClassVar[bool] = True
-    section = Section.CHECKS
-
-    fail_on: Severity | str = option(
-        Severity.ERROR, "Fail on findings of this severity or worse.", parse=severity, metavar="[error|warning]"
     )
 
 

@@ -15,7 +15,7 @@ from lora_tool.checkpoints.sources import Reference
 from lora_tool.core.choices import flag
 from lora_tool.core.hub_names import ANYWHERE
 from lora_tool.core.options import Options, Section, option
-from lora_tool.plans.core.options import OUTPUT, ResumableOptions, RuleOptions, SpreadOptions, WorkOptions
+from lora_tool.plans.core.options import OUTPUT, ResumableOptions, SpreadOptions, WorkOptions
 from lora_tool.plans.merge.passes.base_as import BaseAs
 from lora_tool.plans.merge.passes.deltas import Deltas
 from lora_tool.plans.merge.passes.ends import Untie
@@ -24,6 +24,7 @@ from lora_tool.plans.merge.passes.side_files import Shards
 from lora_tool.plans.merge.passes.steps import OutputType
 from lora_tool.plans.merge.passes.store import Store
 from lora_tool.plans.merge.passes.text_only import TextOnly
+from lora_tool.rules.options import RuleOptions
 
 SAME_RESULT: Mapping[str, Any] = {"jobs": None, "engine": "local", "address": None, "workers": None}
 """Options of the work, with their defaults: whatever they are, the same bytes are written."""
