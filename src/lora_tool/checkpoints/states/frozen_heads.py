@@ -62,13 +62,17 @@ def unwrapped_name(name: str) -> str:
 
     A `PeftModel` around another has PEFT's prefix twice; the model's names follow the last one.
     """
-    name = keys.unwrapped(name)
+    name = _bare(name)
     _, prefix, module = f".{name}".rpartition(f".{keys.PREFIX}")
-    if prefix:
-        return keys.PREFIX + module
-    while module.startswith(".module."):
-        module = module.removeprefix(".module")
-    return module[1:]
+    return keys.PREFIX + module if prefix else name
+
+
+def _bare(name: str) -> str:
+    """Return a name without torch.compile's part, activation checkpointing's, and DataParallel's at its beginning."""
+    bare = keys.unwrapped(name)
+    while bare.startswith("module."):
+        bare = bare.removeprefix("module.")
+    return bare
 
 
 _PARTS_OF_MODELS = re.compile(
@@ -81,18 +85,13 @@ def part_of(names: Iterable[str]) -> str | None:
     around the whole.
     """
     found = next((name for name in names if f".{keys.PREFIX}" in name), "")
-    path = keys.unwrapped(found).rpartition(f".{keys.PREFIX}")[0]
-    while path.startswith("module."):
-        path = path.removeprefix("module.")
+    path = _bare(found).rpartition(f".{keys.PREFIX}")[0]
     return path if _PARTS_OF_MODELS.search(path) else None
 
 
 def _in_whole_model(name: str, part: str) -> str:
     """Return the name of a tensor as if PEFT were around the whole model, of which it is around a `part`."""
-    bare = keys.unwrapped(name)
-    while bare.startswith("module."):
-        bare = bare.removeprefix("module.")
-    return keys.PREFIX + bare.replace(f"{part}.{keys.PREFIX}", f"{part}.", 1)
+    return keys.PREFIX + _bare(name).replace(f"{part}.{keys.PREFIX}", f"{part}.", 1)
 
 
 class LostHead(Struct, frozen=True, kw_only=True):
