@@ -109,7 +109,7 @@ class PanelGrid(Struct, frozen=True, kw_only=True, dict=True):
         return self.centre is not None or (self.least > 0 and self.most / self.least > _DECADES)
 
     def position(self, value: float | None) -> float | None:
-        """Return where on the colour scale the value is, from 0 to 1; None for what is no number."""
+        """Return where on the colour scale the value is, from 0 to 1; None for NaN, infinities and no value."""
         if value is None or not math.isfinite(value):
             return None
         low, high = self.ends

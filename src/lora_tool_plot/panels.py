@@ -63,7 +63,7 @@ class Line(Struct, frozen=True, kw_only=True):
     share: float | None
     """The layers' place among all, from 0 to 1; None for a module in no layer."""
     values: tuple[float, ...]
-    """Singular values by k; NaN for what is no number, or nothing but rounding."""
+    """Singular values by k; NaN for infinities, and for values that are rounding alone."""
 
 
 class SpectraPanel(Struct, frozen=True, kw_only=True):

@@ -95,7 +95,7 @@ def depth_colour(share: float) -> str:
 
 
 def heat_colour(position: float | None, *, around: bool = False) -> str:
-    """Return the colour of a heat map at a `position` from 0 to 1 as ``#rrggbb``; grey for what is no number.
+    """Return the colour of a heat map at a `position` from 0 to 1 as ``#rrggbb``, and grey for None.
 
     `around` a centre it is one of two colours.
     """

@@ -44,9 +44,19 @@ def model_findings(model: Any, collator: Any, args: Any, *, sharded: bool) -> It
     yield from _packing(model, getattr(collator, "data_collator", collator), args, sharded=sharded)
 
 
-def _adapter(model: Any) -> Iterator[Finding]:
+def active_adapter(model: Any) -> str | None:
+    """Return the name of the first active adapter, of PEFT's own class or of transformers' with adapters; None without one."""
     active = model.active_adapters() if callable(model.active_adapters) else model.active_adapters
-    config = model.peft_config.get(next(iter(active), None))
+    return next(iter(active), None)
+
+
+def base_of(model: Any) -> Any:
+    """Return the model inside PEFT's own class; one of transformers' classes as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _adapter(model: Any) -> Iterator[Finding]:
+    config = model.peft_config.get(active_adapter(model))
     kind = getattr(config, "peft_type", "")
     lora = [item for item in model.named_parameters() if "lora_" in item[0] and kind == "LORA"]
     if lora and any(getattr(module, "disable_adapters", False) is True for module in model.modules()):
@@ -55,7 +65,7 @@ def _adapter(model: Any) -> Iterator[Finding]:
     elif lora and not any(item.requires_grad for name, item in model.named_parameters() if _ADAPTED.search(name)):
         hint = "is_trainable=True where the adapter is loaded, or model.set_adapter(name)"
         yield trap("frozen-adapter", hint, where="model", why="have requires_grad False")
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's own class, or transformers'
+    base = base_of(model)
     if base is not model and getattr(base, "_hf_peft_config_loaded", False):
         hint = "lora-tool merge ADAPTER -o MERGED, then load MERGED as the base"
         yield trap("adapter-as-base", hint, where="model", subject="model_name_or_path")
@@ -150,7 +160,7 @@ def leak(model: Any, collator: Any, *, packing: bool, sharded: bool) -> str | No
 
 def _logits(model: Any, collator: Any, seed: int, *, packing: bool) -> torch.Tensor:
     """Return the logits of the second document, in float32; `seed` chooses the first one."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = base_of(model)
     vocabulary = min(inner.config.get_text_config().vocab_size, 1000)
     before, after = (
         torch.randint(0, vocabulary, (_LENGTH,), generator=torch.Generator().manual_seed(of)).tolist()

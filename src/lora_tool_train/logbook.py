@@ -54,7 +54,7 @@ _FRAMES = {
     "apply_chat_template": "the template cannot take the messages of a row: none may be empty, and chosen and rejected "
     "of a pair must begin with the same prompt, or have it in a column prompt",
 }
-"""Functions of TRL → the line that helps where an error has no words of its own."""
+"""TRL's function that an error came through → its hint, where the error's own words are not in `_HINTS`."""
 _HINTS |= {f"KeyError: '{name}'": _COLUMNS for name in ("prompt", "completion", "chosen", "rejected", "text", "label")}
 
 

@@ -15,6 +15,7 @@ from lora_tool.core.errors import CheckpointError
 from lora_tool.core.hub_names import hub_id_of
 from lora_tool.core.report import Finding, Severity
 from lora_tool.verification.validating import validate
+from lora_tool_train.live_checks import active_adapter, base_of
 from lora_tool_train.traps import trap
 
 _BASE = frozenset({"LT507", "LT520"})
@@ -35,7 +36,7 @@ def resume_findings(model: Any, checkpoint: Path) -> Iterator[Finding]:
 
 def _settings(model: Any, saved: AdapterDir) -> Iterator[tuple[str, str]]:
     """Yield each setting that differs, and the option that gives it the checkpoint's value."""
-    name = next(iter(model.active_adapters if not callable(model.active_adapters) else model.active_adapters()), "")
+    name = active_adapter(model)
     view, config, mine = view_of(saved), model.peft_config.get(name), saved.config
     if mine is None or config is None or any(layer.adapter_name not in (None, name) for layer in view.layers):
         return
@@ -79,8 +80,7 @@ def _ends(paths: Iterable[str]) -> str:
 
 
 def _base(model: Any, saved: AdapterDir) -> Iterator[tuple[str, str]]:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    named, given = saved.config.base_model if saved.config else None, base.config.name_or_path
+    named, given = saved.config.base_model if saved.config else None, base_of(model).config.name_or_path
     if not named or not given or named == given:
         return
     try:

@@ -53,7 +53,7 @@ class ModelTensors(Struct, frozen=True, kw_only=True):
     left_out: tuple[str, ...] = ()
     """Fields of the config that decide these shapes, or how many layers there are, and have no number in it."""
     doubt: str | None = None
-    """Why what is said to be wrong here may be right; None where it is certain."""
+    """Why `missing`, `unexpected` and `shapes` may be wrong about this config; None where the table covers it."""
 
     def accuses(self, held: Mapping[str, tuple[int, ...]]) -> bool:
         """Return whether it says that anything is wrong with tensors of these shapes."""
