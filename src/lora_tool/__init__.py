@@ -86,9 +86,9 @@ if TYPE_CHECKING:
     from lora_tool.plans.merge.storages import Storage as Storage
     from lora_tool.rules.engine.subjects import Server as Server
     from lora_tool.rules.training.value_check import ValueCheck as ValueCheck
-    from lora_tool.verification.text import Verification as Verification
+    from lora_tool.verification.levels import Level as Level
     from lora_tool.verification.validating import Criteria as Criteria
-    from lora_tool.verification.verified import Level as Level
+    from lora_tool.verification.verified import Verification as Verification
     from lora_tool.workflows.diff import diff as diff
     from lora_tool.workflows.inspection.comparison import Comparison as Comparison
     from lora_tool.workflows.inspection.model import Inspection as Inspection
@@ -144,9 +144,9 @@ _HOMES = {
     "plans.merge.storages": "Storage",
     "rules.engine.subjects": "Server",
     "rules.training.value_check": "ValueCheck",
-    "verification.text": "Verification",
+    "verification.levels": "Level",
     "verification.validating": "Criteria",
-    "verification.verified": "Level",
+    "verification.verified": "Verification",
     "workflows.diff": "diff",
     "workflows.inspection.comparison": "Comparison",
     "workflows.inspection.model": "Inspection",

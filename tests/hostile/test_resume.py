@@ -18,7 +18,7 @@ from lora_tool.execution.engine import execute
 from lora_tool.execution.journal import NAME
 from lora_tool.plans.core.plan import Plan
 from lora_tool.verification.checking import check_written
-from lora_tool.verification.text import summary_json
+from lora_tool.verification.verified import summary_json
 from tests.hostile.folders import Pair, copy_pair, environment, left_behind, lora_tool
 from tests.hostile.test_killed import SLOW
 from tests.hostile.test_output import content

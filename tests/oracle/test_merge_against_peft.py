@@ -20,8 +20,8 @@ from lora_tool import verify
 from lora_tool.checkpoints import AdapterDir, open_checkpoint
 from lora_tool.core.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.rules.merged.evidence import Verdict
-from lora_tool.verification.text import Verification
-from lora_tool.verification.verified import Level
+from lora_tool.verification.levels import Level
+from lora_tool.verification.verified import Verification
 from tests.judging import codes, judge, lines
 from tests.oracle.adapter_cases import FEATURES, Case, case
 from tests.oracle.peft_merge import (

@@ -40,7 +40,7 @@ from lora_tool.plans.core.steps import Step, lay_out
 from lora_tool.rules.merged.evidence import Verdict
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.initial import taken
-from lora_tool.verification.verified import Level
+from lora_tool.verification.levels import Level
 from tests.property.interpret import Array, load, off_by_at_most
 from tests.property.strategies import FLOATS, write_weights
 

@@ -22,7 +22,7 @@ from lora_tool.formats.files import expanded
 from lora_tool.rules.engine.registry import RULES
 
 if TYPE_CHECKING:
-    from lora_tool.verification.text import Verification
+    from lora_tool.verification.verified import Verification
 
 SUMMARY = "GITHUB_STEP_SUMMARY"
 """The variable that names a GitHub Actions step's summary file, which steps add to."""

@@ -32,12 +32,12 @@ from lora_tool.core.display import printable
 from lora_tool.core.options import Section
 from lora_tool.core.report.findings import Severity
 from lora_tool.core.report.forms import Form
-from lora_tool.verification.verified import Level
+from lora_tool.verification.levels import Level
 from lora_tool.workflows.caller import Caller
 from lora_tool.workflows.verify import VerifyOptions, verify
 
 if TYPE_CHECKING:
-    from lora_tool.verification.text import Verification
+    from lora_tool.verification.verified import Verification
 
 
 @click.command("verify", cls=Configured, epilog="Example: lora-tool verify my-reward-model/")
@@ -109,7 +109,7 @@ def _require_drawable(plot: Path | None, pairs: Path | None) -> None:
 
 
 def _text(verification: Verification, form: Form, fail_on: Severity, *, tensors: bool, color: bool = False) -> str:
-    from lora_tool.verification.text import verification_lines
+    from lora_tool.verification.verified import verification_lines
 
     if form is Form.JSON:
         return json.dumps(verification.to_json(), indent=2, allow_nan=False)

@@ -73,7 +73,7 @@ def _row(seen: _Seen) -> Iterator[str]:
     if found is None:
         yield from ("not verified", "", "", "", as_cell(as_options(str(seen.one.error))))
         return
-    from lora_tool.verification.text import summary_json
+    from lora_tool.verification.verified import summary_json
 
     summary = summary_json(found)
     yield "failed" if seen.code else "right"

@@ -31,6 +31,7 @@ from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.verification.copied import Copies
+from lora_tool.verification.levels import Level, evidence_of
 from lora_tool.verification.pieces import (
     CannotTellError,
     Compared,
@@ -46,8 +47,7 @@ from lora_tool.verification.pieces import (
     stretches,
     why_not,
 )
-from lora_tool.verification.text import OWN_RULES, Verification, by_rules
-from lora_tool.verification.verified import Level, evidence_of
+from lora_tool.verification.verified import OWN_RULES, Verification, by_rules
 
 if TYPE_CHECKING:
     from lora_tool.verification.counting import Recomputing

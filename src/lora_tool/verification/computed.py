@@ -31,8 +31,8 @@ from lora_tool.rules.serving.named import known_servers
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.converted import check_converted, is_news
 from lora_tool.verification.from_base import check_computed, check_extracted, computed_modules, copied_steps
+from lora_tool.verification.levels import Level
 from lora_tool.verification.products import check_products
-from lora_tool.verification.verified import Level
 
 
 def evidence_of_computed(

@@ -33,8 +33,8 @@ from lora_tool.plans.core.plan import Plan
 from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.elements import Array, Files
+from lora_tool.verification.levels import Level
 from lora_tool.verification.products import evidence_of_factors
-from lora_tool.verification.verified import Level
 
 _DOUBLE = np.dtype(np.float64)
 _ALIKE = 1e-12

@@ -19,7 +19,7 @@ from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence
 from lora_tool.verification.checking import check_steps
-from lora_tool.verification.verified import Level
+from lora_tool.verification.levels import Level
 
 
 class FileComparison(Struct, frozen=True, kw_only=True):

@@ -20,9 +20,9 @@ from lora_tool.rules.merged.evidence import Expected, TensorEvidence
 from lora_tool.rules.merged.subject import ComputedAdapter, MergedSubject
 from lora_tool.verification.checking import check_steps
 from lora_tool.verification.computed import evidence_of_computed
+from lora_tool.verification.levels import Level
 from lora_tool.verification.pairs import Pairs
-from lora_tool.verification.text import OF_USE, OWN_RULES, Verification, by_rules
-from lora_tool.verification.verified import Level
+from lora_tool.verification.verified import OF_USE, OWN_RULES, Verification, by_rules
 
 
 def verify_inputs(

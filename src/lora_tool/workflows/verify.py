@@ -20,8 +20,8 @@ from lora_tool.core.options import Options, Section, option
 from lora_tool.core.report.model import Report, Unread
 from lora_tool.plans.core.options import JobsOptions, SpreadOptions
 from lora_tool.rules.options import SelectOptions
-from lora_tool.verification.text import Verification
-from lora_tool.verification.verified import Level
+from lora_tool.verification.levels import Level
+from lora_tool.verification.verified import Verification
 from lora_tool.workflows.caller import LIBRARY, Caller
 
 if TYPE_CHECKING:

@@ -183,7 +183,7 @@ class ReadBack(Struct, kw_only=True):
     def check(self, folder: Path) -> Mapping[str, Any]:
         """Return the summary of the folder, which has another name yet. Raises `FindingsFound`, `VerificationFailed`."""
         from lora_tool.verification.checking import check_written  # only where checked
-        from lora_tool.verification.text import summary_json  # only where checked
+        from lora_tool.verification.verified import summary_json  # only where checked
 
         seen = check_written(self.plan, folder, jobs=self.jobs, seen=self._seen)
         # under the name that the user knows

@@ -53,7 +53,7 @@ from lora_tool.workflows.written import Written, farthest
 
 if TYPE_CHECKING:
     from lora_tool.core.report.findings import Run
-    from lora_tool.verification.text import Verification
+    from lora_tool.verification.verified import Verification
 
 
 class Stages:
@@ -288,7 +288,7 @@ class Stages:
         if merged is None or self.result is None:
             return self._rank_alone()
         from lora_tool.plans.merge.provenance import find_inputs
-        from lora_tool.verification.text import summary_json
+        from lora_tool.verification.verified import summary_json
         from lora_tool.verification.verifying import verify_inputs
 
         options = ("verify", job.options.ignore, job.options.fail_on, job.options.strict, job.pairs)
