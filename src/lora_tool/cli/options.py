@@ -79,7 +79,7 @@ def rule_codes(_ctx: click.Context, _param: click.Parameter, incomplete: str) ->
     return [CompletionItem(f"{before}{comma}{code}", help=title) for code, title in known]
 
 
-class Placed(click.Option):
+class SectionOption(click.Option):
     """An option that knows its section in the help of a command."""
 
     def __init__(self, *spelling: Any, section: Section = Section.FIRST, **how: Any) -> None:
@@ -89,7 +89,7 @@ class Placed(click.Option):
 
 def option_in(section: Section, *spelling: str, **how: Any) -> Callable[[Decorated], Decorated]:
     """Add an option, as `click.option` does, to a section of the help."""
-    return click.option(*spelling, cls=Placed, section=section, **how)
+    return click.option(*spelling, cls=SectionOption, section=section, **how)
 
 
 class Sectioned(click.Command):
