@@ -17,15 +17,7 @@ from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.files import is_file
 from lora_tool.plans.core import delta_retention
 from lora_tool.plans.core.plan import Plan
-from lora_tool.rules.serving.together import TOWERS, is_outside
 
-_SERVED = {
-    "vllm": "vllm serve BASE --enable-lora{towers} --max-lora-rank {rank} --lora-modules name={path}",
-    "sglang": "python -m sglang.launch_server --model-path BASE --enable-lora --lora-paths name={path}",
-    "llama.cpp": "python convert_lora_to_gguf.py --base BASE {path}",
-    "mlx": "mlx_lm.generate --model BASE --adapter-path {path}",
-}
-"""What is typed next with an adapter that was prepared for a server."""
 _AUTO_CLASSES = ("ForSequenceClassification", "ForCausalLM", "ForTokenClassification")
 """Ends of class names that transformers loads by its AutoModel of that name."""
 
@@ -77,10 +69,9 @@ class Written(Shown, Struct, frozen=True, kw_only=True):
 
     def _next_step(self) -> str | None:
         """Return what is typed to go on with the folder, None where nothing is known to take it."""
-        if (server := self.plan.manifest.get("for")) in _SERVED:
-            rank = self.plan.manifest["served_rank"]
-            towers = f" {TOWERS}" if any(is_outside(step.out.name) for step in self.plan.steps) else ""
-            return _SERVED[server].format(path=shlex.quote(str(self.path)), rank=rank, towers=towers)
+        server = self.plan.manifest.get("for")
+        if server is not None and (command := self._serving(server)):
+            return command
         by_file = {file.filename: file for file in self.plan.side_files}
         if adapter_config.FILE_NAME in by_file:
             return f"lora-tool merge {shlex.quote(str(self.path))}"
@@ -88,6 +79,16 @@ class Written(Shown, Struct, frozen=True, kw_only=True):
         return loading(str(self.path), self.path) or (
             f"lora-tool verify {shlex.quote(str(self.path))}" if is_merge else None
         )
+
+    def _serving(self, server: str) -> str | None:
+        """Return what serves an adapter that was prepared for a built-in server."""
+        from lora_tool.rules.serving.forms import form_of  # for such an adapter alone
+        from lora_tool.rules.serving.together import is_outside
+
+        form, path = form_of(server), shlex.quote(str(self.path))
+        towers = f" {form.towers}" if any(is_outside(step.out.name) for step in self.plan.steps) else ""
+        rank = self.plan.manifest["served_rank"]
+        return form.start.format(name=f"name={path}", path=path, rank=rank, towers=towers) or None
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON data."""

@@ -30,11 +30,10 @@ from lora_tool.plans.algebra.whole_plan import SAME, adapter_plan, beginnings_of
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import SideFile
 from lora_tool.rules.bases import named_base
-from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.judging import MergeJudge
 from lora_tool.rules.serving.forms import ServingForm, alone_text, form_of, in_the_way, stacks_in_the_way
 from lora_tool.rules.serving.named import server_named
-from lora_tool.rules.serving.together import TOWERS, lacking, outside_language
+from lora_tool.rules.serving.together import lacking, outside_language
 
 
 @named_in_errors
@@ -220,7 +219,7 @@ def _notes(
     if form.one_end and ends and base is None:
         yield f"right only if the base has an output layer of its own, because of LoRA on `{ends[0]}`: --base MODEL checks it"
     outside = outside_language(view.layers)
-    if form is form_of(Server.VLLM) and outside:
-        yield f"vLLM reads LoRA on {named(outside, 3)} only with {TOWERS}, which some of its models support"
-    if form is form_of(Server.VLLM) and view.saved:
-        yield "vLLM takes the head only on a base that is itself a classifier: --reward-base writes one"
+    if form.towers and outside:
+        yield f"{form.name} reads LoRA on {named(outside, 3)} only with {form.towers}, which some of its models support"
+    if form.heads and not form.whole and view.saved:
+        yield f"{form.name} takes the head only on a base that is itself a classifier: --reward-base writes one"

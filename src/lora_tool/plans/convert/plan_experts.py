@@ -22,8 +22,10 @@ from lora_tool.plans.convert.forms import AdapterForm
 from lora_tool.plans.core.ops import Copy
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import SideFile, Step
+from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.judging import MergeJudge
-from lora_tool.rules.serving.together import PEFT, hides_experts, lacking, stacked_otherwise
+from lora_tool.rules.serving.forms import FORMS
+from lora_tool.rules.serving.together import hides_experts, lacking, stacked_otherwise
 
 
 def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *, ignore: Iterable[str] = ()) -> Plan:
@@ -79,11 +81,12 @@ def _not_for_peft(found: Converted, config: SideFile, base: ModelDir) -> Iterato
     model_type = base.whole_config.model_type
     if hides_experts(base.whole_config):
         yield f"PEFT with transformers 5 finds no LoRA on single experts of a {model_type}: keep the other layout for it"
-    if not PEFT.is_of(model_type):
+    peft = FORMS[Server.PEFT].together
+    if peft is None or not peft.is_of(model_type):
         return
     path = Path(config.filename)
     otherwise = stacked_otherwise(adapter_config(parse_json(config.content or b"{}", path), path), found.forms)
-    why = "takes that on gate and up only beside down" if lacking(found.forms, PEFT) else otherwise
+    why = "takes that on gate and up only beside down" if lacking(found.forms, peft) else otherwise
     if why:
         yield (
             f"PEFT with transformers 5 stacks LoRA on experts again, and {why}: for PEFT, continue with "

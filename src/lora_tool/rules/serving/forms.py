@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 
-from msgspec import Struct
+from msgspec import Struct, convert
 
 from lora_tool.adapters.experts import EXPERT, is_taken_for_stacks
 from lora_tool.adapters.fused_experts import fused_experts
@@ -17,9 +17,8 @@ from lora_tool.core.keys import Part, split_layer
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.models.ends import MATRIX, PEFT_CLASSIFIERS, head_of, is_end, is_tied
 from lora_tool.rules.engine.subjects import Server
+from lora_tool.rules.serving.tables import table_of
 from lora_tool.rules.serving.together import (
-    PEFT,
-    SGLANG,
     ReadTogether,
     hides_experts,
     lacking,
@@ -29,13 +28,27 @@ from lora_tool.rules.serving.together import (
 )
 
 
-class ServingForm(Struct, frozen=True, kw_only=True):
-    """The adapters that a server reads. All but PEFT need one scaling, alpha / r."""
+class ServingForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The adapters that a server reads, in one version. All but PEFT need one scaling, alpha / r."""
 
     name: str
     """Its name in messages."""
+    server: Server | None = None
+    """The built-in server that it is of."""
+    word: str = ""
+    """What `--for` has for it in commands."""
+    version: str = ""
+    """The version that this was read from; of an added server, unknown."""
+    read: str = ""
+    """The files that this was read from, in the source of that version."""
+    run: str = ""
+    """What it was tried with, where that is a run of the server."""
     one_rank: bool = True
     """Whether it has one rank for all modules."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that can be the highest, where it is started with one."""
+    default_rank: int = 0
+    """The highest rank of an adapter where it is started without; 0 if any is taken."""
     heads: bool = False
     """Whether it takes heads of classifiers that were saved whole."""
     whole: bool = False
@@ -50,27 +63,34 @@ class ServingForm(Struct, frozen=True, kw_only=True):
     """Whether it loads the whole of a multimodal model, so that LoRA on only the text model has other paths there."""
     mlx: bool = False
     """Whether factors are transposed, under names of its own."""
+    regex: bool = True
+    """Whether `target_modules` may be a regular expression."""
+    fields: Mapping[str, str] = {}
+    """Fields of adapter_config.json with what it does not apply → what it does with them, as a verb."""
     together: ReadTogether | None = None
     """The modules whose LoRA it reads only together."""
     turned: bool = False
     """Whether its converter transposes LoRA on Conv1D like the weight itself, so that it adds the transposed of ΔW."""
     language_alone: bool = False
     """Whether it leaves out LoRA outside of a multimodal model's language model, whatever it is started with."""
+    towers: str = ""
+    """The option that it is started with to have LoRA outside of the language model."""
     unwrapped: bool = False
-    """Whether it leaves out LoRA on the one matrix of multi-query attention; see `left_out`."""
+    """Whether it leaves out LoRA on the one matrix of multi-query attention; see `packed_queries`."""
     one_end: bool = False
     """Whether LoRA on an embedding that is also the output layer changes both, and the output layer has no own."""
+    start: str = ""
+    """What is typed to serve an adapter, with places for {name}, "name=path", {path}, {rank} and {towers}."""
 
 
-FORMS: Mapping[Server, ServingForm] = {
-    Server.PEFT: ServingForm(name="PEFT", one_rank=False, heads=True, whole=True, dora=True, fused=True, together=PEFT),
-    Server.VLLM: ServingForm(name="vLLM", heads=True, fused=True, experts=True, whole_models=True, unwrapped=True),
-    Server.SGLANG: ServingForm(name="SGLang", together=SGLANG, language_alone=True),
-    Server.LLAMA_CPP: ServingForm(name="llama.cpp", experts=True, turned=True, language_alone=True, one_end=True),
-    Server.MLX: ServingForm(name="MLX-LM", experts=True, mlx=True, language_alone=True, one_end=True),
-}
-"""vLLM as of `vllm/lora/peft_helper.py` and `lora_model.py`, SGLang of `python/sglang/srt/lora/`, llama.cpp of
-`convert_lora_to_gguf.py`, MLX-LM of `mlx_lm/tuner/utils.py`, all of autumn 2026."""
+def _newest(server: Server) -> ServingForm:
+    """Return what the newest version of a built-in server takes."""
+    table = table_of(server)
+    return convert({"name": table["name"], "server": server, "word": server} | table["versions"][0], ServingForm)
+
+
+FORMS: Mapping[Server, ServingForm] = {server: _newest(server) for server in Server}
+"""What the newest versions take."""
 
 
 class AddedServer(Struct, frozen=True, kw_only=True):

@@ -11,15 +11,7 @@ from lora_tool.models.ends import PEFT_CLASSIFIERS, head_of, is_end, is_tied
 from lora_tool.rules.adapter.lt3_head import head_weight, saved_heads
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.forms import FORMS
-from lora_tool.rules.serving.servers import NAMES, SERVERS, WHOLE, asked, command, fault, merged, or_merged, prepared
-
-_WHOLE_MODULES = {
-    Server.VLLM: "vLLM refuses",
-    Server.SGLANG: "SGLang does not apply",
-    Server.LLAMA_CPP: "llama.cpp's converter stops at, or its loader ignores,",
-    Server.MLX: "MLX-LM does not load",
-}
+from lora_tool.rules.serving.servers import WHOLE, asked, asked_for_peft, command, fault, merged, or_merged, prepared
 
 
 @rule("LT801", Severity.ERROR, on=AdapterSubject, needs=WHOLE)
@@ -37,21 +29,21 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     --base BASE -o OUT`.
     """
     heads = sorted({layer.target for layer in subject.layers if head_of(layer.target)})
-    for server in asked(subject, *SERVERS) if heads else ():
-        if server is not Server.VLLM:
-            yield fault(subject, heads[0], f"{NAMES[server]} has no head for the LoRA on it", hint=merged(subject))
+    for form in asked(subject) if heads else ():
+        if not form.heads:
+            yield fault(subject, heads[0], f"{form.name} has no head for the LoRA on it", hint=merged(subject))
     saved = {item.module for item in subject.view.parts(Part.PLAIN)} | set(subject.config.modules_to_save)
     if not saved:
         return
     heads_only = all(head_of(name) in PEFT_CLASSIFIERS for name in saved)
-    for server in asked(subject, *SERVERS):
-        if server is Server.VLLM and heads_only:
-            message = f"vLLM before autumn 2026 refuses modules saved whole: {named(sorted(saved))}"
-            hint = f"{merged(subject)}; later ones: {prepared(subject, server, '--reward-base RM-BASE')}"
+    for form in asked(subject):
+        if form.heads and heads_only:
+            message = f"{form.name} before autumn 2026 refuses modules saved whole: {named(sorted(saved))}"
+            hint = f"{merged(subject)}; later ones: {prepared(subject, form, '--reward-base RM-BASE')}"
             yield fault(subject, "modules_to_save", message, severity=Severity.WARNING, hint=hint)
         else:
-            message = f"{_WHOLE_MODULES[server]} modules saved whole: {named(sorted(saved))}"
-            hint = or_merged(subject, server)
+            message = f"{form.name} {form.fields['modules_to_save']} modules saved whole: {named(sorted(saved))}"
+            hint = or_merged(subject, form)
             yield fault(subject, "modules_to_save", message, hint=hint)
 
 
@@ -67,10 +59,10 @@ def served_dora(subject: AdapterSubject) -> Iterator[Fault]:
     --for SERVER --base BASE --approximate -o OUT` writes the nearest LoRA, and says how much of the change it keeps.
     """
     if subject.config.use_dora or any(layer.magnitude is not None for layer in subject.layers):
-        for server in asked(subject, *SERVERS):
-            near = command(subject, server)
+        for form in asked(subject):
+            near = command(subject, form)
             hint = merged(subject) if near is None else f"{merged(subject)}; or write the nearest LoRA: {near}"
-            yield fault(subject, "use_dora", f"{NAMES[server]} refuses DoRA", hint=hint)
+            yield fault(subject, "use_dora", f"{form.name} refuses DoRA", hint=hint)
 
 
 @rule("LT804", Severity.ERROR, on=AdapterSubject, needs=WHOLE | {Need.BASE_IN_PART})
@@ -88,15 +80,15 @@ def served_embeddings(subject: AdapterSubject) -> Iterator[Fault]:
     """
     tokens = subject.view.tokens or subject.config.token_indices
     ends = {layer.target for layer in subject.layers if layer.embedding or is_end(layer.target)}
-    for server in asked(subject, *SERVERS):
+    for form in asked(subject):
         if tokens:
-            message = f"{NAMES[server]} refuses single trained tokens"
-            yield fault(subject, "trainable_token_indices", message, hint=or_merged(subject, server))
-        if ends and subject.base is not None and FORMS[server].one_end and is_tied(subject.base):
-            message = f"{NAMES[server]} has one matrix for both ends of {subject.base.root}, so no LoRA on {named(sorted(ends))} alone"
-            yield fault(subject, "target_modules", message, hint=prepared(subject, server))
-        if ends and server in (Server.VLLM, Server.SGLANG):
-            message = f"{NAMES[server]} supports LoRA on {named(sorted(ends))} only for some models"
+            message = f"{form.name} refuses single trained tokens"
+            yield fault(subject, "trainable_token_indices", message, hint=or_merged(subject, form))
+        if ends and subject.base is not None and form.one_end and is_tied(subject.base):
+            message = f"{form.name} has one matrix for both ends of {subject.base.root}, so no LoRA on {named(sorted(ends))} alone"
+            yield fault(subject, "target_modules", message, hint=prepared(subject, form))
+        if ends and form.server in (Server.VLLM, Server.SGLANG):
+            message = f"{form.name} supports LoRA on {named(sorted(ends))} only for some models"
             yield fault(subject, "target_modules", message, severity=Severity.WARNING)
 
 
@@ -112,10 +104,9 @@ def served_biases(subject: AdapterSubject) -> Iterator[Fault]:
     """
     config = subject.config
     fields = [name for name, there in (("bias", config.bias != "none"), ("lora_bias", config.lora_bias)) if there]
-    for server in asked(subject, *SERVERS):
+    for form in asked(subject):
         for name in fields:
-            verb = "refuses" if server in (Server.VLLM, Server.LLAMA_CPP) else "leaves out"
-            yield fault(subject, name, f"{NAMES[server]} {verb} trained biases")
+            yield fault(subject, name, f"{form.name} {form.fields[name]} trained biases")
 
 
 @rule("LT811", Severity.INFO, on=AdapterSubject, needs=WHOLE)
@@ -130,6 +121,8 @@ def served_by_peft(subject: AdapterSubject) -> Iterator[Fault]:
     weight = head_weight(saved_heads(subject))
     if weight is None or not weight.shape:
         return
-    for _ in asked(subject, Server.PEFT):
-        message = f"PEFT needs AutoModelForSequenceClassification.from_pretrained(BASE, num_labels={weight.shape[0]})"
+    for form in asked_for_peft(subject):
+        message = (
+            f"{form.name} needs AutoModelForSequenceClassification.from_pretrained(BASE, num_labels={weight.shape[0]})"
+        )
         yield fault(subject, weight.name, message)

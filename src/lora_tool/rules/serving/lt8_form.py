@@ -14,13 +14,12 @@ from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_T
 from lora_tool.models.ends import MATRIX
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.forms import FORMS, WITH_BASE, alone_text, stacks_in_the_way
+from lora_tool.rules.serving.forms import WITH_BASE, ServingForm, alone_text, stacks_in_the_way
 from lora_tool.rules.serving.servers import (
-    NAMES,
     NEEDS,
-    SERVERS,
     WHOLE,
     asked,
+    asked_for_peft,
     command,
     fault,
     merged,
@@ -28,7 +27,6 @@ from lora_tool.rules.serving.servers import (
     prepared,
 )
 from lora_tool.rules.serving.together import (
-    TOWERS,
     ReadTogether,
     lacking,
     outside_language,
@@ -37,10 +35,6 @@ from lora_tool.rules.serving.together import (
     weight_beside,
     without_names,
 )
-
-_DEFAULT_MAX_RANK = 16
-_LARGEST_RANK = 512
-_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @rule("LT803", Severity.WARNING, on=AdapterSubject, needs=WHOLE)
@@ -58,19 +52,20 @@ def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
     config = subject.config
     ranks = [config.rank(each.path) if each.path != each.target else each.rank for each in subject.layers if each.rank]
     rank = max([*ranks, *map(int, subject.config.rank_pattern.values()), *([] if ranks else [subject.config.r])])
-    for _ in asked(subject, Server.VLLM):
-        if rank > _LARGEST_RANK:
-            message = f"vLLM refuses ranks above {_LARGEST_RANK}, but the adapter's largest is {rank}"
-            hint = prepared(subject, Server.VLLM, f"--max-rank {_LARGEST_RANK}", "--approximate")
+    for form in (each for each in asked(subject) if each.ranks):
+        largest, default = form.ranks[-1], form.default_rank
+        if rank > largest:
+            message = f"{form.name} refuses ranks above {largest}, but the adapter's largest is {rank}"
+            hint = prepared(subject, form, f"--max-rank {largest}", "--approximate")
             yield fault(subject, "r", message, severity=Severity.ERROR, hint=hint)
-        elif rank > _DEFAULT_MAX_RANK:
-            needed = next(known for known in _VLLM_RANKS if known >= rank)
-            path = shlex.quote(f"{subject.checkpoint.root.name}={subject.checkpoint.root}")
-            lower = command(subject, Server.VLLM, f"--max-rank {_DEFAULT_MAX_RANK}", "--approximate")
-            towers = f" {TOWERS}" if outside_language(subject.layers) else ""
-            hint = f"vllm serve BASE --enable-lora{towers} --max-lora-rank {needed} --lora-modules {path}"
+        elif rank > default:
+            needed = next(known for known in form.ranks if known >= rank)
+            name = shlex.quote(f"{subject.checkpoint.root.name}={subject.checkpoint.root}")
+            lower = command(subject, form, f"--max-rank {default}", "--approximate")
+            towers = f" {form.towers}" if outside_language(subject.layers) else ""
+            hint = form.start.format(name=name, rank=needed, towers=towers)
             hint = hint if lower is None else f"{hint}, or {lower}"
-            message = f"vLLM accepts ranks up to {_DEFAULT_MAX_RANK} by default, but the adapter's largest is {rank}"
+            message = f"{form.name} accepts ranks up to {default} by default, but the adapter's largest is {rank}"
             yield fault(subject, "r", message, hint=hint)
 
 
@@ -92,28 +87,27 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
         "rank_pattern": any(rank != config.r for rank in config.rank_pattern.values()),
         "alpha_pattern": any(alpha != config.lora_alpha for alpha in config.alpha_pattern.values()),
     }
-    for server in asked(subject, Server.PEFT):
+    for form in asked_for_peft(subject):
         known = {layer.target: (layer.rank, layer.scaling) for layer in subject.layers}
         forms = {path: (rank, scaling) for path, (rank, scaling) in known.items() if rank and scaling is not None}
-        otherwise = stacked_otherwise(config, forms) if _reads_together(server, subject) else None
+        otherwise = stacked_otherwise(config, forms) if _reads_together(form, subject) else None
         if otherwise is not None:
-            hint = prepared(subject, server, WITH_BASE)
+            hint = prepared(subject, form, WITH_BASE)
             severity = Severity.WARNING if subject.base is None else None
-            message = f"{NAMES[server]} with transformers 5 {otherwise}"
+            message = f"{form.name} with transformers 5 {otherwise}"
             yield fault(subject, None, message, severity=severity, hint=hint)
-    for server in asked(subject, *SERVERS):
+    for form in asked(subject):
         for name in (name for name, there in differ.items() if there):
-            hint = prepared(subject, server)
-            if server is Server.SGLANG:
+            hint = prepared(subject, form)
+            if form.server is Server.SGLANG:
                 yield fault(
                     subject, name, f"SGLang up to 0.5.23 ignores `{name}`, and its main branch refuses it", hint=hint
                 )
-            elif server is Server.VLLM:
+            elif form.server is Server.VLLM:
                 message = f"vLLM before autumn 2026 ignores `{name}` and scales every module alike"
                 yield fault(subject, name, message, severity=Severity.WARNING, hint=hint)
-            elif server is Server.MLX or name == "alpha_pattern":
-                # llama.cpp scales by alpha over the rank of each tensor, as PEFT does
-                message = f"{NAMES[server]} ignores `{name}` and scales every module alike"
+            elif name in form.fields:
+                message = f"{form.name} ignores `{name}` and scales every module alike"
                 yield fault(subject, name, message, hint=hint)
 
 
@@ -129,9 +123,9 @@ def served_rslora(subject: AdapterSubject) -> Iterator[Fault]:
     config = subject.config
     if config.use_rslora and config.r > 1:
         scaling, applied = f"{config.scaling(''):.3g}", f"{config.lora_alpha / config.r:.3g}"
-        for server in asked(subject, Server.SGLANG, Server.LLAMA_CPP):
-            message = f"{NAMES[server]} scales by alpha/r, {applied}, not by alpha/√r, {scaling}"
-            yield fault(subject, "use_rslora", message, hint=prepared(subject, server))
+        for form in (each for each in asked(subject) if "use_rslora" in each.fields):
+            message = f"{form.name} scales by alpha/r, {applied}, not by alpha/√r, {scaling}"
+            yield fault(subject, "use_rslora", message, hint=prepared(subject, form))
 
 
 @rule("LT808", Severity.ERROR, on=AdapterSubject, needs=NEEDS)
@@ -153,15 +147,16 @@ def served_init(subject: AdapterSubject) -> Iterator[Fault]:
     if init in INITS_THAT_KEEP_THE_BASE:
         return
     hint = "save it as a plain LoRA: model.save_pretrained(OUT, path_initial_model_for_weight_conversion=INITIAL)"
-    for server in asked(subject, Server.PEFT, *SERVERS):
+    for form in (*asked_for_peft(subject), *asked(subject)):
         if init == "lora_ga":
-            message = f"lora_ga subtracted its initial factors from the base, but {NAMES[server]} loads the adapter onto the unchanged base"
+            message = f"lora_ga subtracted its initial factors from the base, but {form.name} loads the adapter onto the unchanged base"
             yield fault(subject, "init_lora_weights", message, hint=hint)
-        elif server is not Server.PEFT:
-            verb = "refuses" if server is Server.VLLM else "ignores"
-            message = f"{NAMES[server]} {verb} the initialisation {init}, which changed the base"
+        elif form.server is not Server.PEFT:
+            message = (
+                f"{form.name} {form.fields['init_lora_weights']} the initialisation {init}, which changed the base"
+            )
             known = init in INITS_RECOMPUTED
-            yield fault(subject, "init_lora_weights", message, hint=or_merged(subject, server) if known else hint)
+            yield fault(subject, "init_lora_weights", message, hint=or_merged(subject, form) if known else hint)
         elif init == "corda":
             message = "PEFT cannot load the initialisation corda again without the covariances of the training data"
             yield fault(subject, "init_lora_weights", message, hint=hint)
@@ -186,23 +181,23 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
     `lora-tool merge ADAPTER`. `lora-tool prepare` alone makes routers targets by name.
     """
     config = subject.config
-    for server in asked(subject, *SERVERS):
+    for form in asked(subject):
         pattern = isinstance(config.target_modules, str) and config.target_modules not in ("all", "all-linear")
-        if server is Server.SGLANG and pattern:
-            hint = prepared(subject, server)
-            yield fault(subject, "target_modules", "SGLang refuses regular expressions", hint=hint)
-        if FORMS[server].turned and config.fan_in_fan_out:
+        if not form.regex and pattern:
+            hint = prepared(subject, form)
+            yield fault(subject, "target_modules", f"{form.name} refuses regular expressions", hint=hint)
+        if form.turned and config.fan_in_fan_out:
             message = (
-                f"{NAMES[server]}'s converter transposes LoRA on Conv1D like a weight, and adds it the wrong way round"
+                f"{form.name}'s converter transposes LoRA on Conv1D like a weight, and adds it the wrong way round"
             )
             yield fault(subject, "fan_in_fan_out", message)
         if config.target_parameters:
-            some = server in (Server.VLLM, Server.SGLANG)
+            some = form.server in (Server.VLLM, Server.SGLANG)
             what = _parameters(subject)
             how = f"supports {what} only for some models" if some else f"does not read {what} as PEFT saves it"
             severity = Severity.WARNING if some else None
-            hint = prepared(subject, server, each_expert=True)
-            yield fault(subject, "target_parameters", f"{NAMES[server]} {how}", severity=severity, hint=hint)
+            hint = prepared(subject, form, each_expert=True)
+            yield fault(subject, "target_parameters", f"{form.name} {how}", severity=severity, hint=hint)
 
 
 def _parameters(subject: AdapterSubject) -> str:
@@ -226,9 +221,9 @@ def served_features(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Serve it with PEFT; `lora-tool merge` also refuses these features.
     """
     hint = "serve it with PEFT: PeftModel.from_pretrained(base, ADAPTER)"
-    for server in asked(subject, *SERVERS):
+    for form in asked(subject):
         for name in subject.config.refused:
-            yield fault(subject, name, f"{NAMES[server]} does not support `{name}`", hint=hint)
+            yield fault(subject, name, f"{form.name} does not support `{name}`", hint=hint)
 
 
 @rule("LT812", Severity.ERROR, on=AdapterSubject, needs=WHOLE | {Need.NAMES})
@@ -243,13 +238,14 @@ def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
     merge it into the whole model and serve that: `lora-tool merge ADAPTER`.
     """
     base = subject.base
-    text = subject.text_class if Server.VLLM in subject.servers else None
-    if text is None or base is None:
-        return
-    moved = next(layer.target for layer in subject.layers if text.path(layer.target) != layer.target)
-    message = f"vLLM loads the whole of {base.root}, where `{moved}` is `{text.path(moved)}`"
-    message += ": it finds none of the adapter's modules and silently serves the base"
-    yield fault(subject, moved, message, hint=or_merged(subject, Server.VLLM, WITH_BASE))
+    for form in (each for each in asked(subject) if each.whole_models):
+        text = subject.text_class
+        if text is None or base is None:
+            return
+        moved = next(layer.target for layer in subject.layers if text.path(layer.target) != layer.target)
+        message = f"{form.name} loads the whole of {base.root}, where `{moved}` is `{text.path(moved)}`"
+        message += ": it finds none of the adapter's modules and silently serves the base"
+        yield fault(subject, moved, message, hint=or_merged(subject, form, WITH_BASE))
 
 
 @rule("LT813", Severity.ERROR, on=AdapterSubject, needs=NEEDS)
@@ -261,11 +257,9 @@ def served_as_peft_saves(subject: AdapterSubject) -> Iterator[Fault]:
     Example: Any adapter that PEFT saved.
     What to do: Write it in MLX-LM's format: `lora-tool prepare ADAPTER --for mlx -o OUT`.
     """
-    for server in asked(subject, Server.MLX):
-        message = (
-            "MLX-LM does not read PEFT's file, but adapters.safetensors, with transposed factors and different names"
-        )
-        yield fault(subject, None, message, hint=prepared(subject, server))
+    for form in (each for each in asked(subject) if each.mlx):
+        message = f"{form.name} does not read PEFT's file, but adapters.safetensors, with transposed factors and different names"
+        yield fault(subject, None, message, hint=prepared(subject, form))
 
 
 @rule("LT814", Severity.ERROR, on=AdapterSubject, needs=WHOLE)
@@ -283,12 +277,12 @@ def served_together(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Write it with LoRA of zeros on the others: `lora-tool prepare ADAPTER --for sglang --base BASE -o OUT`.
     """
     paths = {layer.target: layer for layer in subject.layers}
-    for server in asked(subject, Server.PEFT, *SERVERS):
-        reads = _reads_together(server, subject)
+    for form in (*asked_for_peft(subject), *asked(subject)):
+        reads = _reads_together(form, subject)
         if reads is None:
             continue
         for module in () if reads.stacks else list(without_names(paths))[:1]:
-            message = f"{NAMES[server]} does not find LoRA on experts called w1, w2 and w3"
+            message = f"{form.name} does not find LoRA on experts called w1, w2 and w3"
             yield fault(subject, module, message)
         unpaired = {
             module: held
@@ -296,9 +290,9 @@ def served_together(subject: AdapterSubject) -> Iterator[Fault]:
             if subject.base is None or weight_beside(subject.base, module, _width(paths[held])) is not None
         }
         if unpaired:
-            message = f"{alone_text(unpaired)}, which {NAMES[server]} reads only together: {reads.otherwise}"
+            message = f"{alone_text(unpaired)}, which {form.name} reads only together: {reads.otherwise}"
             severity = Severity.WARNING if subject.base is None else None
-            hint = prepared(subject, server)
+            hint = prepared(subject, form)
             yield fault(subject, next(iter(unpaired.values())), message, severity=severity, hint=hint)
 
 
@@ -318,23 +312,23 @@ def served_left_out(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`.
     """
     outside, packed = outside_language(subject.layers), packed_queries(subject.layers)
-    for server in asked(subject, Server.PEFT):
-        for each in stacks_in_the_way(subject.view, FORMS[server], subject.base):
+    for form in asked_for_peft(subject):
+        for each in stacks_in_the_way(subject.view, form, subject.base):
             yield fault(subject, None, each.text, hint=each.hint or merged(subject))
-    for server in asked(subject, *SERVERS):
+    for form in asked(subject):
         if outside:
-            message = f"{NAMES[server]} leaves out LoRA outside of the language model: {named(outside, 3)}"
-            start = f"start vLLM with {TOWERS}, which some of its models support; or "
-            hint = f"{start if server is Server.VLLM else ''}{merged(subject)}"
+            message = f"{form.name} leaves out LoRA outside of the language model: {named(outside, 3)}"
+            start = f"start {form.name} with {form.towers}, which some of its models support; or "
+            hint = f"{start if form.towers else ''}{merged(subject)}"
             yield fault(subject, outside[0], message, hint=hint)
-        if packed and server is Server.VLLM:
-            message = f"vLLM leaves out LoRA on {named(packed, 3)}, multi-query attention in one matrix"
+        if packed and form.unwrapped:
+            message = f"{form.name} leaves out LoRA on {named(packed, 3)}, multi-query attention in one matrix"
             yield fault(subject, packed[0], message)
 
 
-def _reads_together(server: Server, subject: AdapterSubject) -> ReadTogether | None:
+def _reads_together(form: ServingForm, subject: AdapterSubject) -> ReadTogether | None:
     """Return the modules that the server reads only together on this base, or an unknown one; None if none."""
-    reads, config = FORMS[server].together, subject.base.config if subject.base is not None else None
+    reads, config = form.together, subject.base.config if subject.base is not None else None
     return reads if reads is not None and (config is None or reads.is_of(config.model_type)) else None
 
 

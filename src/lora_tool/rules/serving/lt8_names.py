@@ -8,7 +8,7 @@ from lora_tool.core.display import named
 from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.servers import NAMES, SERVERS, WHOLE, asked, fault, merged
+from lora_tool.rules.serving.servers import WHOLE, asked, asked_for_peft, fault, merged
 
 _OF_MAMBA = frozenset({"conv1d", "out_proj"})
 _MAMBAS = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
@@ -28,16 +28,16 @@ def served_names(subject: AdapterSubject) -> Iterator[Fault]:
     What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`.
     """
     model_type = subject.base.config.model_type if subject.base is not None and subject.base.config else None
-    for server in asked(subject, Server.PEFT, *SERVERS):
+    for form in (*asked_for_peft(subject), *asked(subject)):
         refused, foreign = (
             [layer.target for layer in subject.layers if layer.target.rpartition(".")[2] in names]
             for names in (_OF_MAMBA, _OF_TRAINERS)
         )
-        if server is Server.PEFT and model_type in _MAMBAS and refused:
+        if form.server is Server.PEFT and model_type in _MAMBAS and refused:
             message = f"PEFT 0.21 refuses LoRA on {named(refused, 3)} of a {model_type} model"
             yield fault(subject, refused[0], message, hint=merged(subject))
         if foreign and subject.base is None:  # else LT501 says it
             name = foreign[0].rpartition(".")[2]
-            message = f"{NAMES[server]} finds no `{name}`: it is what Tinker calls `{_OF_TRAINERS[name]}`"
+            message = f"{form.name} finds no `{name}`: it is what Tinker calls `{_OF_TRAINERS[name]}`"
             hint = f"rename `{name}` to `{_OF_TRAINERS[name]}` in the weights and in `target_modules`"
             yield fault(subject, foreign[0], message, hint=hint)

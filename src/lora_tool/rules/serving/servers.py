@@ -1,10 +1,7 @@
 """The servers, and the commands that write an adapter in the form that one takes, for all rules about servers.
 
-The facts about vLLM are from its `vllm/lora/peft_helper.py` and `lora_model.py`, of SGLang from its
-`python/sglang/srt/lora/` (`lora_config.py`, `lora_manager.py`, `utils.py`), of llama.cpp from its
-`convert_lora_to_gguf.py` and `src/llama-adapter.cpp`, of MLX-LM from its `mlx_lm/tuner/utils.py`, as of autumn 2026.
-They change fast: where older releases behave otherwise, the message says so. Where another form of the same ΔW
-helps, `lora-tool prepare` writes it, and the finding names the command.
+What a server takes is in its table (`tables/`), of which the rules get a record. Where another form of the same ΔW helps,
+`lora-tool prepare` writes it, and the finding names the command.
 """
 
 from __future__ import annotations
@@ -23,6 +20,7 @@ from lora_tool.rules.engine.subjects import AdapterSubject, Server
 from lora_tool.rules.serving.forms import (
     FORMS,
     WITH_BASE,
+    ServingForm,
     has_usual_names,
     in_the_way,
     stacks_in_the_way,
@@ -32,10 +30,6 @@ from lora_tool.rules.serving.forms import (
 NEEDS = frozenset({Need.CONFIG, Need.SERVER})
 WHOLE = NEEDS | {Need.WEIGHTS}
 
-SERVERS = (Server.VLLM, Server.SGLANG, Server.LLAMA_CPP, Server.MLX)
-"""Those that take no code of PEFT's."""
-
-NAMES = {server: form.name for server, form in FORMS.items()}
 _NEAREST = "--approximate"
 _LOWER = "--max-rank"
 
@@ -53,9 +47,14 @@ def fault(
     return Fault(message=message, subject=where, path=subject.config_path, severity=severity, hint=hint)
 
 
-def asked(subject: AdapterSubject, *servers: Server) -> Iterator[Server]:
-    """Yield those of `servers` that the user named, in the order given."""
-    return (server for server in servers if server in subject.servers)
+def asked(subject: AdapterSubject) -> Iterator[ServingForm]:
+    """Yield what each built-in server takes that the user named, but for PEFT."""
+    return (form for server, form in FORMS.items() if server in subject.servers and server is not Server.PEFT)
+
+
+def asked_for_peft(subject: AdapterSubject) -> Iterator[ServingForm]:
+    """Yield what PEFT takes, if the user named it."""
+    return (form for server, form in FORMS.items() if server in subject.servers and server is Server.PEFT)
 
 
 def merged(subject: AdapterSubject) -> str:
@@ -70,29 +69,29 @@ def merged(subject: AdapterSubject) -> str:
     return f"merge it and serve the merged model: lora-tool merge {options}{shlex.quote(str(subject.checkpoint.root))}"
 
 
-def prepared(subject: AdapterSubject, server: Server, *options: str, each_expert: bool = False) -> str:
+def prepared(subject: AdapterSubject, form: ServingForm, *options: str, each_expert: bool = False) -> str:
     """Return how the same ΔW is written in the form that the server reads: by a command, if any does the whole adapter."""
-    found = command(subject, server, *options, each_expert=each_expert)
+    found = command(subject, form, *options, each_expert=each_expert)
     if found is None:
-        return _instead(subject, server)
+        return _instead(subject, form)
     near = "the nearest LoRA" if _NEAREST in found else "the same ΔW"
-    return f"write {near} in the form {NAMES[server]} reads: {found}"
+    return f"write {near} in the form {form.name} reads: {found}"
 
 
-def or_merged(subject: AdapterSubject, server: Server, *options: str) -> str:
+def or_merged(subject: AdapterSubject, form: ServingForm, *options: str) -> str:
     """Return how it is written in the form that the server reads, or a model made of it."""
-    found, way = command(subject, server, *options), prepared(subject, server, *options)
+    found, way = command(subject, form, *options), prepared(subject, form, *options)
     return f"{way}; or {merged(subject)}" if found else way
 
 
-def command(subject: AdapterSubject, server: Server, *options: str, each_expert: bool = False) -> str | None:
+def command(subject: AdapterSubject, form: ServingForm, *options: str, each_expert: bool = False) -> str | None:
     """Return the commands that write the whole adapter in the form that the server reads; None where none do.
 
     They have the `options`, and those without which `prepare` refuses anything else that the adapter holds. With
     `each_expert`, LoRA on fused experts is written one by one even if the server reads both.
     """
     root = shlex.quote(str(subject.checkpoint.root))
-    form, view = FORMS[server], subject.view
+    view = subject.view
     try:
         of_base = (*tied_in_the_way(view, form, subject.base), *stacks_in_the_way(view, form, subject.base))
         ways = [*in_the_way(view, form, based=False, approximate=False), *of_base]
@@ -108,12 +107,10 @@ def command(subject: AdapterSubject, server: Server, *options: str, each_expert:
     more = asked_for and f" {asked_for}"
     if fused and (each_expert or not form.fused or _LOWER in asked_for):
         first = f"lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS"
-        return f"{first}, then lora-tool prepare EXPERTS --for {server.value}{more} -o OUT"
-    return f"lora-tool prepare {root} --for {server.value}{more} -o OUT"
+        return f"{first}, then lora-tool prepare EXPERTS --for {form.word}{more} -o OUT"
+    return f"lora-tool prepare {root} --for {form.word}{more} -o OUT"
 
 
-def _instead(subject: AdapterSubject, server: Server) -> str:
+def _instead(subject: AdapterSubject, form: ServingForm) -> str:
     """Return what else is done with an adapter that has no form for the server."""
-    return next(
-        (each.hint for each in tied_in_the_way(subject.view, FORMS[server], subject.base) if each.hint), merged(subject)
-    )
+    return next((each.hint for each in tied_in_the_way(subject.view, form, subject.base) if each.hint), merged(subject))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -51,24 +50,6 @@ class ReadTogether(Struct, frozen=True, kw_only=True):
         return not self.stacks or model_type in STACKED_BY_PEFT
 
 
-SGLANG = ReadTogether(
-    elsewhere=MappingProxyType(
-        {"q_proj": ("v_proj",), "k_proj": ("q_proj", "v_proj"), "v_proj": ("q_proj",), "up_proj": ("gate_proj",)}
-    ),
-    in_experts=MappingProxyType(
-        {"gate_proj": ("down_proj",), "up_proj": ("gate_proj", "down_proj"), "down_proj": ("gate_proj",)}
-    ),
-    otherwise="it refuses the adapter, or ends at the first request",
-)
-"""SGLang itself adds zeros for k and for up."""
-PEFT = ReadTogether(
-    in_experts=MappingProxyType(
-        {name: (other, down) for gate, up, down in PROJECTIONS for name, other in ((gate, up), (up, gate))}
-    ),
-    elsewhere=MappingProxyType({}),
-    otherwise="it refuses the adapter, or leaves it out with a warning",
-    stacks=True,
-)
 _MIXTRALS = frozenset(PROJECTIONS[1])
 
 
@@ -137,10 +118,6 @@ _OUTSIDE = re.compile(
     r"|aligner|merger|connector|(?:\w+_)?projector)(?:_\w+)?\."
 )
 """What transformers' multimodal models call all that is not the language model: encoders, and what leads from them."""
-
-
-TOWERS = "--enable-tower-connector-lora"
-"""What vLLM is started with to have LoRA outside of the language model."""
 
 
 def is_outside(name: str) -> bool:
