@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from lora_tool.core.keys import PREFIX
 from lora_tool.formats.files import read_json
 from tests.cli.calling import Caller
 from tests.oracle.peft_merge import different, saved_tensors
+from tests.oracle.quantised_bases import Made, edit
 from tests.oracle.test_combine import EXACT, adapters_of, deltas, farthest
+from tests.oracle.test_quantised_bases import is_experts
+from tests.typed import commands_in, type_it
 
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FUSED: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": PARAMETERS, "r": 2, "lora_alpha": 3}
@@ -73,6 +77,64 @@ def test_fused_factors_are_those_of_each_expert(
     assert different(saved_tensors(back), saved_tensors(adapter)) == []
     assert read_json(back / "adapter_config.json")["rank_pattern"] == {}
     assert sorted(read_json(back / "adapter_config.json")["target_parameters"]) == sorted(lora["target_parameters"])
+
+
+@pytest.mark.parametrize(("model_type", "stacks"), [("nemotron_h", "up_proj down_proj"), ("deepseek_v4", "w1+w3 w2")])
+def test_experts_with_other_names_on_disk_are_taken_apart_and_put_back(
+    model_type: str, stacks: str, call: Caller, tmp_path: Path
+) -> None:
+    names = [f"experts.{name}" for name in ("up_proj" if "+" not in stacks else "gate_up_proj", "down_proj")]
+    base, (adapter,) = adapters_of(tmp_path, model_type, {**FUSED, "target_modules": [], "target_parameters": names})
+    single = converted(call, adapter, "peft-experts", base, tmp_path / "single")
+    assert not validate(single, base=base).findings
+    ours, stored = of_experts(single), saved_tensors(base)
+    assert ours.keys() == {name.removesuffix(".weight") for name in stored if re.search(r"\.experts\.\d+\.", name)}
+    for name, delta in deltas(base, adapter).items():  # [experts, out, in]
+        own = stacks.split()[not name.endswith("base_layer")].split("+")
+        layer = f".layers.{name.partition('.layers.')[2].partition('.')[0]}."
+        for expert, expected in enumerate(delta):
+            ends = [f".experts.{expert}.{each}" for each in own]
+            parts = [next(ours[key] for key in ours if layer in key and key.endswith(end)) for end in ends]
+            assert torch.allclose(torch.cat(parts), expected.double(), rtol=1e-6, atol=1e-9), name
+    back = converted(call, single, "peft-fused", base, tmp_path / "back")
+    assert different(saved_tensors(back), saved_tensors(adapter)) == []
+    assert not verify(single).report.findings
+    assert not verify(back).report.findings
+
+
+@pytest.mark.parametrize("form", [None, "mxfp4"])
+def test_unsloths_names_of_gpt_oss_experts_become_pefts(form: str | None, call: Caller, made: Made) -> None:
+    plain, adapter = made.plain("gpt_oss"), made.adapter("gpt_oss", {**FUSED, "target_parameters": None})
+    base = plain if form is None else made.base("gpt_oss", form, is_experts)[1]
+    theirs = shutil.copytree(adapter, adapter.parent / f"{adapter.name}-listed-{form}")
+    edit(theirs / "adapter_config.json", target_modules=r".*\.(q_proj|(gate_up|down)_projs\.\d+)")
+    table = saved_tensors(adapter)
+    stacks = {name: each for name, each in saved_tensors(plain).items() if re.search(r"(gate_up|down)_proj\Z", name)}
+    for name, (experts, width, height) in ((name, each.shape) for name, each in stacks.items()):
+        for expert in range(experts):
+            table[f"{PREFIX}{name}s.{expert}.lora_A.weight"] = 0.1 * torch.randn(2, width)
+            table[f"{PREFIX}{name}s.{expert}.lora_B.weight"] = 0.1 * torch.randn(height, 2)
+    save_file(table, theirs / "adapter_model.safetensors")
+    findings = validate(theirs, base=base).findings
+    assert [each.code for each in findings] == ["LT501"]
+    (words,) = commands_in(findings[0].hint or "")
+    out = theirs.parent / f"{theirs.name}-out"
+    assert type_it(words, {"OUT": str(out)})[0] == 0
+    assert not validate(out, base=base).findings
+    assert not verify(out).report.findings
+    found, of_module = deltas(plain, out), {"gate_up_proj": "experts.base_layer", "down_proj": "experts"}
+    for name in stacks:
+        path, _, leaf = name.rpartition(".")
+        delta = found[f"{PREFIX}{path.removesuffix('experts')}{of_module[leaf]}"]
+        for expert in range(len(delta)):
+            a, b = (table[f"{PREFIX}{name}s.{expert}.lora_{factor}.weight"].double() for factor in "AB")
+            expected = 3 / 2 * (b @ a).T  # PEFT computes in the type of the base
+            assert (delta[expert].double() - expected).norm() < 0.01 * expected.norm()
+    save_file(
+        {name: each for name, each in table.items() if "_projs.1." not in name}, theirs / "adapter_model.safetensors"
+    )
+    called = call("convert", theirs, "--to", "peft-fused", "--base", base, "-o", f"{out}-2")
+    assert (called.code, "a fused layer needs all of them" in called.err) == (3, True)
 
 
 @pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # PEFT 0.21 looks at modules alone

@@ -8,10 +8,14 @@ from types import MappingProxyType
 
 EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d{1,6})\.(?P<projection>\w+)")
 """The path of an expert's matrix."""
+LISTED = re.compile(r"(?P<experts>.+\.experts)\.(?P<projection>(gate_up|down)_projs)\.(?P<number>\d{1,6})")
+"""The path of a matrix in Unsloth's 4-bit gpt-oss: `gate_up_projs.0` is the transposed `gate_up_proj[0]`."""
 IN_EXPERT = re.compile(r"\.experts\.\d+\.")
 """Where the path of a module, or of a tensor, goes through a single expert."""
-FUSED = ("gate_up_proj", "down_proj")
-"""What transformers 5 calls the parameters that hold the matrices of all experts, in the order of the module."""
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+FUSED = (GATE_UP, "up_proj", DOWN)
+"""What transformers 5 calls the parameters that hold the matrices of all experts, in the order of the module; those of
+experts without a gate have the second."""
 PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Gate, up and down: most models' names, and Mixtral's."""
 _LIKE_QWEN = (
@@ -35,6 +39,11 @@ UNKNOWN_TO_PEFT = frozenset(
     """.split()  # noqa: SIM905 - a table
 )
 """Model types whose single experts transformers 5 stacks, too, and PEFT 0.21 loads no LoRA on."""
+
+
+def is_single(module: str) -> bool:
+    """Return whether a module is a matrix of one expert, by its path."""
+    return EXPERT.fullmatch(module) is not None or LISTED.fullmatch(module) is not None
 
 
 def experts_of(module: str) -> str | None:

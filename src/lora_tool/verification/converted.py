@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 from threadpoolctl import threadpool_limits
 
-from lora_tool.adapters.experts import EXPERT, PROJECTIONS
+from lora_tool.adapters.experts import DOWN, EXPERT, GATE_UP, LISTED, PROJECTIONS, is_single
 from lora_tool.adapters.view import AdapterView, LoraLayer, view_of
 from lora_tool.core.keys import WRAPPERS
 from lora_tool.core.machine import available_cores
@@ -117,7 +117,7 @@ class _Stack(Struct, frozen=True, kw_only=True):
 
 
 def _is_of_experts(module: str) -> bool:
-    return EXPERT.fullmatch(module) is not None or _is_fused(module)
+    return is_single(module) or _is_fused(module)
 
 
 def _is_fused(module: str) -> bool:
@@ -126,9 +126,9 @@ def _is_fused(module: str) -> bool:
 
 def _stacks(fused: AdapterView, single: AdapterView) -> Iterator[_Stack]:
     """Yield what belongs together: by layer, and by the sizes of the matrices."""
-    experts: dict[str, dict[str, dict[int, LoraLayer]]] = defaultdict(lambda: defaultdict(dict))
+    experts: dict[tuple[str, ...], dict[str, dict[int, LoraLayer]]] = defaultdict(lambda: defaultdict(dict))
     for layer in single.layers:
-        match = EXPERT.fullmatch(layer.module)
+        match = EXPERT.fullmatch(layer.module) or LISTED.fullmatch(layer.module)
         if match is not None and layer.pair is not None:
             experts[_block(match["experts"])][match["projection"]][int(match["number"])] = layer
     for layer in fused.layers:
@@ -155,14 +155,16 @@ def _stacks(fused: AdapterView, single: AdapterView) -> Iterator[_Stack]:
 def _parameters(held: Mapping[str, Mapping[int, LoraLayer]]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the names of matrices that are one parameter on transformers 5, where all experts have them, and its name."""
     for gate, up, down in PROJECTIONS:
-        for names, parameter in (((gate, up), "gate_up_proj"), ((down,), "down_proj")):
+        alone = (((up,), up),) if gate not in held else ()
+        for names, parameter in (((gate, up), GATE_UP), *alone, ((down,), DOWN)):
             if names[0] in held and len({tuple(sorted(held.get(name, {}))) for name in names}) == 1:
                 yield names, parameter
+    yield from (((f"{parameter}s",), parameter) for parameter in (GATE_UP, DOWN) if f"{parameter}s" in held)
 
 
-def _block(experts: str) -> str:
-    """Return the path of the layer that the experts are in: the block between has two names."""
-    return experts.removesuffix(".experts").rpartition(".")[0]
+def _block(experts: str) -> tuple[str, ...]:
+    """Return the place of the layer that the experts are in: what is before it, and the block, have two names."""
+    return _place(experts.removesuffix(".experts"))[:-1]
 
 
 def _experts(fused: AdapterView, single: AdapterView, *, made: AdapterView) -> dict[str, TensorEvidence]:

@@ -13,28 +13,28 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from msgspec import Struct
 
-from lora_tool.adapters.experts import EXPERT, FUSED, PROJECTIONS
+from lora_tool.adapters.experts import FUSED, LISTED, is_single
 from lora_tool.adapters.view import AdapterView, LoraLayer
 from lora_tool.checkpoints import ModelDir
-from lora_tool.core.errors import UnsupportedAdapter
-from lora_tool.core.keys import PREFIX
+from lora_tool.checkpoints.quantised import in_full_precision
+from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter
+from lora_tool.core.keys import PREFIX, without_numbers
 from lora_tool.core.tensors import StoredTensor, TensorAction
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.plans.adapter.combine import layout_of
 from lora_tool.plans.algebra.factor_steps import step_of
+from lora_tool.plans.convert.expert_stacks import ExpertStack, stacks_of
 from lora_tool.plans.core.factor_ops import Beside, Columns
 from lora_tool.plans.core.operation import rows_of
 from lora_tool.plans.core.ops import Assemble, Copy, Op
 from lora_tool.plans.core.steps import InputRecord, Step
 
 _FUSED = re.compile(r"(?P<experts>.+\.experts)(?P<inner>\.base_layer)?")
-_IN_MEMORY = (".block_sparse_moe.", ".mlp.")
-"""How transformers 5 calls the block of Mixtral and its relatives, whose checkpoints have the first name."""
+_GIVE_BASE = "give the model that the adapter was trained on: `base=MODEL`"
 
 
 class Converted(Struct, frozen=True, kw_only=True):
@@ -49,6 +49,8 @@ class Converted(Struct, frozen=True, kw_only=True):
     """Module or parameter that is written → its rank and its scaling."""
     dropped: tuple[InputRecord, ...] = ()
     """The A's of up projections that equal the gate's: A is written once for both."""
+    needs_base: bool = True
+    """Whether the adapter's names alone would not tell the parameters."""
 
 
 def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
@@ -59,53 +61,51 @@ def to_each_expert(view: AdapterView, base: ModelDir) -> Converted:
     steps: list[Step] = []
     modules, targets = [], set()
     forms: dict[str, tuple[int, float]] = {}
+    fused = {layer.module: match["experts"] for layer in view.layers if (match := _FUSED.fullmatch(layer.module))}
+    stacks = stacks_of(base, view.adapter, set(fused.values()))
     for layer in view.layers:
-        match = _FUSED.fullmatch(layer.module)
-        if match is None:
+        if layer.module not in fused:
             continue
-        a, b = _pair(layer)
-        names = _names(match["experts"], base, view.adapter.root)
-        sizes = {name: base.tensors[f"{names.experts}.0.{name}.weight"].shape for name in names.projections}
-        gate, up, down = names.projections
-        if (b.shape[0], a.shape[1]) == (sizes[gate][0] + sizes[up][0], sizes[gate][1]):
-            wanted: tuple[str, ...] = (gate, up)
-        elif (b.shape[0], a.shape[1]) == tuple(sizes[down]):
-            wanted = (down,)
-        else:
+        experts = fused[layer.module]
+        own = {leaf: stack for leaf in FUSED if (stack := stacks.get(f"{experts}.{leaf}"))}
+        if not own:
             raise UnsupportedAdapter(
-                f"{b.path}: `{layer.module}` is [{b.shape[0]}, {a.shape[1]}], which fits neither gate and up nor down of "
-                f"{base.root}",
-                hint="give the model that the adapter was trained on: `base=MODEL`",
+                f"{base.root}: its checkpoint does not store the experts of `{experts}` one by one",
+                hint=f"merge it instead: {_merging(view, base)}",
             )
-        steps += _each_expert(layer, names, wanted, sizes, layout_of(view.config, b))
+        parameter, sizes = _matrices(layer, own, base)
+        matrices = own[parameter].matrices
+        steps += _each_expert(layer, matrices, sizes, layout_of(view.config, _pair(layer)[1]))
         modules.append(layer.module)
-        targets |= set(wanted)
-        parameter = FUSED[len(wanted) == 1]
-        forms |= _forms(view.config.scaling(f"{layer.target}.{parameter}"), names, wanted, steps)
+        targets |= {module.rpartition(".")[2] for module in matrices[0]}
+        form = steps[-1].out.shape[1], view.config.scaling(f"{layer.target}.{parameter}")
+        forms |= dict.fromkeys((module for each in matrices for module in each), form)
     return Converted(steps=tuple(steps), modules=tuple(modules), targets=tuple(sorted(targets)), forms=forms)
 
 
-class _Names(Struct, frozen=True, kw_only=True):
-    """The names of one layer's experts in a checkpoint."""
-
-    experts: str
-    """The path that the experts' numbers follow."""
-    count: int
-    projections: tuple[str, str, str]
+def _merging(view: AdapterView, base: ModelDir | None) -> str:
+    """Return the command that merges the adapter."""
+    command = f"lora-tool merge {shlex.quote(str(view.adapter.root))}"
+    return command if base is None else f"{command} --base {shlex.quote(str(base.root))}"
 
 
-def _names(experts: str, base: ModelDir, adapter: Path) -> _Names:
-    for path in (experts, experts.replace(_IN_MEMORY[1], _IN_MEMORY[0])):
-        for projections in PROJECTIONS:
-            if all(f"{path}.0.{name}.weight" in base.tensors for name in projections):
-                count = 0
-                while f"{path}.{count}.{projections[0]}.weight" in base.tensors:
-                    count += 1
-                return _Names(experts=path, count=count, projections=projections)
-    raise UnsupportedAdapter(
-        f"{base.root} has no `{experts}.0`: its checkpoint does not store its experts one by one",
-        hint=f"merge it instead: lora-tool merge {shlex.quote(str(adapter))}",
-    )
+def _matrices(layer: LoraLayer, stacks: Mapping[str, ExpertStack], base: ModelDir) -> tuple[str, tuple[int, ...]]:
+    """Return which of the parameters a fused layer is for, by the config's names or the sizes, and the rows of each of an
+    expert's matrices in it.
+    """
+    a, b = _pair(layer)
+    fitting: dict[str, tuple[int, ...]] = {}
+    for parameter, stack in stacks.items():
+        shapes = [base.tensors[f"{module}.weight"].shape for module in stack.matrices[0]]
+        if (b.shape[0], a.shape[1]) == (sum(rows for rows, _ in shapes), shapes[0][1]):
+            fitting[parameter] = tuple(rows for rows, _ in shapes)
+    if not fitting:
+        raise UnsupportedAdapter(
+            f"{b.path}: `{layer.module}` is [{b.shape[0]}, {a.shape[1]}], which fits none of "
+            f"{', '.join(f'`{name}`' for name in stacks)} of {base.root}",
+            hint=_GIVE_BASE,
+        )
+    return min(fitting.items(), key=lambda item: not layer.path.endswith(f".{item[0]}"))
 
 
 def _pair(layer: LoraLayer) -> tuple[StoredTensor, StoredTensor]:
@@ -115,47 +115,32 @@ def _pair(layer: LoraLayer) -> tuple[StoredTensor, StoredTensor]:
 
 
 def _each_expert(
-    layer: LoraLayer,
-    names: _Names,
-    wanted: Sequence[str],
-    sizes: Mapping[str, Sequence[int]],
-    layout: ExpertLayout,
+    layer: LoraLayer, matrices: Sequence[Sequence[str]], heights: Sequence[int], layout: ExpertLayout
 ) -> Iterator[Step]:
     a, b = _pair(layer)
-    rank, rest = divmod(a.shape[0], names.count)
+    count = len(matrices)
+    rank, rest = divmod(a.shape[0], count)
     if rest or b.shape[1] != a.shape[0]:
         raise UnsupportedAdapter(
-            f"{a.path}: `{a.name}` has {a.shape[0]} rows, which is not a multiple of its {names.count} experts"
+            f"{a.path}: `{a.name}` has {a.shape[0]} rows, which is not a multiple of its {count} experts"
         )
     grouped = layout is ExpertLayout.GROUPED_BY_EXPERT
-    halves = len(wanted) == 2 and rank % 2 == 0 and not grouped and _is_block_diagonal(b, sizes[wanted[0]][0])  # noqa: PLR2004
+    halves = len(heights) == 2 and rank % 2 == 0 and not grouped and _is_block_diagonal(b, heights[0])  # noqa: PLR2004
     own = rank // 2 if halves else rank
-    for expert in range(names.count):
+    for expert, modules in enumerate(matrices):
         row = 0
-        for at, name in enumerate(wanted):
+        for at, (module, height) in enumerate(zip(modules, heights, strict=True)):
             part = own * at if halves else 0
-            first = expert * rank if grouped else part * names.count + expert
-            height = sizes[name][0]
-            across = Columns(tensor=rows_of(b, row, height), count=own, first=first, step=1 if grouped else names.count)
-            module = f"{PREFIX}{names.experts}.{expert}.{name}"
+            first = expert * rank if grouped else part * count + expert
+            across = Columns(tensor=rows_of(b, row, height), count=own, first=first, step=1 if grouped else count)
             yield step_of(
-                f"{module}.lora_A.weight",
+                f"{PREFIX}{module}.lora_A.weight",
                 a.dtype,
                 (own, a.shape[1]),
                 Copy(source=rows_of(a, expert * rank + part, own)),
             )
-            yield step_of(f"{module}.lora_B.weight", b.dtype, (height, own), Beside(parts=(across,)))
+            yield step_of(f"{PREFIX}{module}.lora_B.weight", b.dtype, (height, own), Beside(parts=(across,)))
             row += height
-
-
-def _forms(
-    scaling: float, names: _Names, wanted: Sequence[str], steps: Sequence[Step]
-) -> Iterator[tuple[str, tuple[int, float]]]:
-    """Yield rank and scaling of the factors that were written last."""
-    rank = steps[-1].out.shape[1]
-    for expert in range(names.count):
-        for name in wanted:
-            yield f"{names.experts}.{expert}.{name}", (rank, scaling)
 
 
 def _is_block_diagonal(b: StoredTensor, height: int) -> bool:
@@ -167,52 +152,80 @@ def _is_block_diagonal(b: StoredTensor, height: int) -> bool:
     return not gate[:, half:].any() and not up[:, :half].any() and bool(gate.any() or up.any())
 
 
-def to_fused(view: AdapterView) -> Converted:
+def to_fused(view: AdapterView, base: ModelDir | None) -> Converted:
     """Return the layers of single experts as PEFT's fused layers, by the names that transformers 5 has.
 
-    Raises `UnsupportedAdapter` where experts are missing, or differ in rank, scaling or type.
+    `base` tells them where the names of the matrices do not. Raises `UnsupportedAdapter` where experts are missing, or
+    differ in rank, scaling or type.
     """
-    layers: dict[str, dict[tuple[int, str], LoraLayer]] = {}
-    for layer in view.layers:
-        match = EXPERT.fullmatch(layer.module)
-        if match is not None:
-            layers.setdefault(match["experts"], {})[int(match["number"]), match["projection"]] = layer
+    layers = {layer.module: layer for layer in view.layers}
+    single = list(filter(is_single, layers))
+    found = {
+        parameter: stack
+        for parameter, stack in stacks_of(base, view.adapter, single).items()
+        if not layers.keys().isdisjoint(module for each in stack.matrices for module in each)
+    }
+    stacks: dict[str, list[ExpertStack]] = {}
+    for parameter, stack in found.items():
+        stacks.setdefault(parameter.rpartition(".")[0], []).append(stack)
+    whole = {module for some in stacks.values() for stack in some for each in stack.matrices for module in each}
+    for module in (*single, *whole):
+        if module not in whole or module not in layers:
+            raise _in_part(module, view, base, named=module in whole)
     steps: list[Step] = []
     targets: set[str] = set()
     dropped: list[InputRecord] = []
     forms: dict[str, tuple[int, float]] = {}
-    for experts, held in layers.items():
-        count = 1 + max(number for number, _ in held)
-        found = {name for _, name in held}
-        gate, up, down = next((each for each in PROJECTIONS if found <= set(each)), ("", "", ""))
-        if not gate or len(held) != count * len(found) or (gate in found) != (up in found):
-            raise UnsupportedAdapter(
-                f"{view.adapter.root}: `{experts}` has LoRA on {len(held)} matrices of {count} experts ({', '.join(sorted(found))}), "
-                "but a fused layer needs all of them",
-                hint=f"merge it instead: lora-tool merge {shlex.quote(str(view.adapter.root))}",
-            )
-        module = experts.replace(*_IN_MEMORY)
-        nested = ".base_layer" if down in found and gate in found else ""
-        if gate in found:
-            rank, scaling = _common_form([held[at, name] for at in range(count) for name in (gate, up)], view)
-            pairs = [(_pair(held[at, gate]), _pair(held[at, up])) for at in range(count)]
-            shared = all(same_values(one[0], other[0]) for one, other in pairs)
-            steps += _gate_and_up(module + nested, pairs, shared=shared)
-            dropped += [_same(up[0], gate[0]) for gate, up in pairs if shared]
-            targets.add(_target(module, "gate_up_proj"))
-            forms[f"{module}.gate_up_proj"] = (rank if shared else 2 * rank, scaling)
-        if down in found:
-            rank, scaling = _common_form([held[at, down] for at in range(count)], view)
-            downs = [_pair(held[at, down]) for at in range(count)]
-            steps += _fused(module, [a for a, _ in downs], [[b for _, b in downs]], rank)
-            targets.add(_target(module, "down_proj"))
-            forms[f"{module}.down_proj"] = (rank, scaling)
+    for module, own in stacks.items():
+        own.sort(key=lambda stack: FUSED.index(stack.parameter.rpartition(".")[2]))
+        for at, stack in enumerate(own):
+            leaf = stack.parameter.rpartition(".")[2]
+            held = [[layers[name] for name in each] for each in stack.matrices]
+            rank, scaling = _common_form([layer for each in held for layer in each], view)
+            pairs = [[_pair(layer) for layer in each] for each in held]
+            if base is not None and LISTED.fullmatch(stack.matrices[0][0]):
+                _require_in(base, stack.parameter, (len(pairs), pairs[0][0][1].shape[0], pairs[0][0][0].shape[1]))
+            shared = all(same_values(each[0][0], a) for each in pairs for a, _ in each[1:])
+            nested = module + ".base_layer" * (len(own) - 1 - at)
+            below = [a for each in pairs for a, _ in (each[:1] if shared else each)]
+            rows = [[b for _, b in matrix] for matrix in zip(*pairs, strict=True)]
+            steps += _fused(nested, below, rows, rank, apart=not shared)
+            dropped += [_same(a, each[0][0]) for each in pairs if shared for a, _ in each[1:]]
+            targets.add(_target(module, leaf))
+            forms[stack.parameter] = (rank if shared else len(rows) * rank, scaling)
     return Converted(
         steps=tuple(steps),
-        modules=tuple(layer.module for held in layers.values() for layer in held.values()),
+        modules=tuple(single),
         targets=tuple(sorted(targets)),
         forms=forms,
         dropped=tuple(dropped),
+        needs_base=found != stacks_of(None, view.adapter, single),
+    )
+
+
+def _require_in(base: ModelDir, parameter: str, shape: tuple[int, ...]) -> None:
+    """Return if the base has the parameter in this shape, or with its matrices transposed. Raises `IncompatibleBase`."""
+    weight = in_full_precision(base).tensors.get(parameter)
+    if weight is None or weight.shape not in (shape, (shape[0], *shape[:0:-1])):
+        found = "no such parameter" if weight is None else str(list(weight.shape))
+        raise IncompatibleBase(
+            f"{base.root}: the adapter changes `{parameter}` as {list(shape)}, found {found}",
+            hint=_GIVE_BASE,
+        )
+
+
+def _in_part(module: str, view: AdapterView, base: ModelDir | None, *, named: bool) -> UnsupportedAdapter:
+    """Return the error of single experts of which no parameter is made, or not with all of its matrices.
+
+    `named` says whether it is known which.
+    """
+    experts = module[: module.index(".experts.") + len(".experts")]
+    held = [layer.module for layer in view.layers if layer.module.startswith(f"{experts}.")]
+    names = sorted({without_numbers(each.removeprefix(f"{experts}.")) for each in held})
+    return UnsupportedAdapter(
+        f"{view.adapter.root}: `{experts}` has LoRA on {len(held)} matrices of its experts ({', '.join(names)}), "
+        f"but {'a fused layer needs all of them' if named or base else 'only the base has the names of their parameters'}",
+        hint=f"merge it instead: {_merging(view, base)}" if named or base else _GIVE_BASE,
     )
 
 
@@ -236,17 +249,6 @@ def _common_form(held: Sequence[LoraLayer], view: AdapterView) -> tuple[int, flo
         )
     (rank, _, _, scaling), *_ = kinds
     return rank, scaling
-
-
-_Pair = tuple[StoredTensor, StoredTensor]
-
-
-def _gate_and_up(module: str, pairs: Sequence[tuple[_Pair, _Pair]], *, shared: bool) -> Iterator[Step]:
-    """Yield the steps of a fused gate and up: at the rank of each where they share A, else at twice that."""
-    rank = pairs[0][0][0].shape[0]
-    gates, ups = [gate[1] for gate, _ in pairs], [up[1] for _, up in pairs]
-    below = [a for gate, up in pairs for a in ([gate[0]] if shared else [gate[0], up[0]])]
-    yield from _fused(module, below, [gates, ups], rank, apart=not shared)
 
 
 def _fused(

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from lora_tool.adapters.experts import LISTED
 from lora_tool.adapters.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.core.errors import UnsupportedAdapter
@@ -34,10 +35,12 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
     `base` gives the names of each expert's matrices in its checkpoint. Raises `FindingsFound`, and `UnsupportedAdapter`
     for an adapter without LoRA on experts, and for parts that the other layout has no place for.
     """
-    report = MergeJudge(ignore=tuple(ignore)).as_stored((adapter,), base)
     view = view_of(adapter)
+    # Unsloth's names of experts are in no base: the sizes are compared when their parameters are known
+    listed = to is AdapterForm.PEFT_FUSED and any(LISTED.fullmatch(layer.module) for layer in view.layers)
+    report = MergeJudge(ignore=tuple(ignore)).as_stored((adapter,), None if listed else base)
     if to is AdapterForm.PEFT_FUSED:
-        found = to_fused(view)
+        found = to_fused(view, base)
     elif base is None:
         raise UnsupportedAdapter(
             f"{adapter.root}: only the base has the names of each expert's matrices",
@@ -68,7 +71,7 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
         findings=report.findings,
         notes=(f"{to} from adapter {adapter.root}: {len(found.modules)} modules on experts become {len(found.forms)}",),
         ranks=(),
-        base=base if to is AdapterForm.PEFT_EXPERTS else None,
+        base=base if found.needs_base else None,
         manifest={"operation": "convert", "to": to.value},
     )
     if to is not AdapterForm.PEFT_EXPERTS or base is None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 
 from lora_tool.adapters import targeting
+from lora_tool.adapters.experts import LISTED
 from lora_tool.adapters.view import LoraLayer
 from lora_tool.core.choices import closest
 from lora_tool.core.keys import INDEX, Part, split_layer
@@ -88,6 +90,12 @@ def _absent(subject: AdapterSubject) -> Iterator[tuple[str, str, tuple[int, int]
             yield module, name, _beyond(match, indices, module)
 
 
+def _is_listed(match: BaseMatch, module: str) -> bool:
+    """Return whether a module is one of the matrices in a parameter of the base, by the names of Unsloth's 4-bit gpt-oss."""
+    found = LISTED.fullmatch(module)
+    return found is not None and match.name(found["experts"]) in match.base.modules
+
+
 @rule("LT501", Severity.ERROR, on=AdapterSubject, needs=_ALL, unmergeable=True)
 def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """A module that the base does not have.
@@ -101,6 +109,16 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     """
     match = subject.matched
     absent = [(module, name) for module, name, beyond in _absent(subject) if beyond is None]
+    listed = [(module, name) for module, name in absent if _is_listed(match, module)]
+    if listed:
+        yield Fault(
+            subject=listed[0][1],
+            message=f"adapts {len(listed)} matrices of single experts by Unsloth's names, the first is `{listed[0][0]}`, "
+            f"but {match.base.root} has all experts in one parameter",
+            hint=f"for PEFT's names: lora-tool convert {shlex.quote(str(subject.checkpoint.root))} --to peft-fused --base "
+            f"{shlex.quote(str(match.base.root))} -o OUT",
+        )
+        absent = [each for each in absent if each not in listed]
     modules = sorted(match.base.modules) if absent else []
     if absent and len(absent) == len(_adapted(subject)):
         yield Fault(message=f"none of its {len(absent)} modules is in {match.base.root}; the first is `{absent[0][0]}`")
