@@ -27,7 +27,9 @@ from peft import (
 )
 from peft.tuners.lora.config import KasaConfig
 from safetensors.torch import load_file, save_file
+from transformers import SiglipVisionConfig
 
+from lora_tool import validate
 from lora_tool.execution import in_memory
 from tests.cli.calling import Caller
 from tests.oracle.peft_merge import (
@@ -50,6 +52,14 @@ ONLY_PEFT: dict[str, dict[str, Any]] = {
 }
 
 
+_VISION: dict[str, int] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
 METHODS: dict[str, PeftConfig] = {
     "adalora": AdaLoraConfig(init_r=6, target_r=4, target_modules=Q["target_modules"], total_step=10),
     "ia3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
@@ -137,6 +147,48 @@ def test_other_methods_on_tied_ends_stay_refused(tmp_path: Path, call: Caller) -
     assert done.code == 3
     assert "PEFT's merge would change both ends" in done.err
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lora_on_attention_as_a_whole_and_on_a_kernel_is_pefts(tmp_path: Path, call: Caller) -> None:
+    """PEFT's merge adds twice ΔW to the out_proj of an nn.MultiheadAttention, as its forward pass does."""
+    base, adapter, ours = (tmp_path / name for name in ("base", "adapter", "ours"))
+    save_model(AUTO["feature-extraction"].from_config(SiglipVisionConfig(**_VISION)), base, torch.float32)
+    targets = r".*(head\.attention|patch_embedding|layers\.0\.self_attn\.q_proj)"
+    adapted = train(load_model(base, "feature-extraction"), adapter, target_modules=targets).eval()
+    pixels = torch.rand(1, 3, 28, 28)
+    trained = adapted(pixel_values=pixels).pooler_output
+    found = [finding for finding in validate(adapter, base=base).findings if finding.code == "LT215"]
+    for why, finding in zip(("convolutions", "an nn.MultiheadAttention as a whole"), found, strict=True):
+        assert why in finding.message
+        assert "--allow-in-memory" in (finding.hint or "")
+    refused = call("merge", adapter, "--base", base, "-o", ours)
+    assert (refused.code, "--allow-in-memory merges it with PEFT" in refused.err) == (3, True)
+    done = call("merge", adapter, "--base", base, "-o", ours, "--allow-in-memory")
+    assert done.code == 0, done.err
+    require_same(ours, merge_with_peft(base, adapter, tmp_path / "theirs", "feature-extraction"))
+    merged = load_model(ours, "feature-extraction").eval()
+    assert torch.allclose(merged(pixel_values=pixels).pooler_output, trained, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_kernel_in_groups_is_refused_before_memory_is_spoken_of(tmp_path: Path, call: Caller) -> None:
+    base, adapter = save_base(tmp_path / "base", "bamba", "causal-lm", torch.float32), tmp_path / "adapter"
+    train(load_model(base, "causal-lm"), adapter, r=96, target_modules=["conv1d"], task_type="CAUSAL_LM")
+    assert {finding.code for finding in validate(adapter, base=base).findings} == {"LT215"}
+    assert "next:" not in call("validate", adapter, "--base", base).out
+    refused = call("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
+    assert (refused.code, "a convolution in 96 groups" in refused.err) == (3, True)
+    assert "--allow-in-memory" not in refused.err
+    tensors = saved_tensors(adapter)  # as a PEFT wrote it that knew no groups
+    old = {name: torch.ones(96, 96, 1) if "lora_B" in name else each for name, each in tensors.items()}
+    save_file(old, adapter / "adapter_model.safetensors")
+    (first, *_) = (finding for finding in validate(adapter, base=base).findings if finding.code == "LT502")
+    assert "lora_B·lora_A is [96, 96, 4], but the base's `model.layers.0.mamba.conv1d.weight` is [96, 1, 4]" in str(
+        first
+    )
+    refused = call("merge", adapter, "--base", base, "-o", tmp_path / "ours", "--allow-in-memory")
+    assert (refused.code, "LT502" in refused.err) == (1, True)
 
 
 def test_too_little_memory_and_dry_run(base: Path, tmp_path: Path, call: Caller) -> None:

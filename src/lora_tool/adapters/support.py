@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from lora_tool.adapters.view import AdapterView, view_of
+from lora_tool.adapters.view import AdapterView, LoraLayer, view_of
 from lora_tool.checkpoints import AdapterDir
 from lora_tool.core.errors import OnlyInMemory, UnsupportedAdapter
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_THE_BASE
 from lora_tool.models.ends import MATRIX
 
@@ -60,12 +61,45 @@ _AT_RUN_TIME = frozenset({*_PROMPTS, "ADAPTION_PROMPT", "XLORA", "POLY"})
 """PEFT's methods that prepend something to the text, or choose per token: peft 0.21 cannot merge them either."""
 
 
-def refusals(view: AdapterView) -> Iterator[Refusal]:
-    """Yield every feature of the adapter that cannot be merged exactly here."""
+WeightOf = Callable[[str], StoredTensor | None]
+"""The base's weight of a module."""
+
+
+def refusals(view: AdapterView, weight_of: WeightOf = lambda _: None) -> Iterator[Refusal]:
+    """Yield every feature of the adapter that cannot be merged exactly here, nor, where a base tells, by PEFT."""
     yield from refusals_of_config(view)
     kernel = next(view.found(lambda layer: [each for each in layer.factors if len(each.shape) > MATRIX]), None)
-    if kernel is not None:
+    grouped = next((found for layer in view.layers if (found := _grouped(layer, weight_of))), None)
+    if grouped is not None:
+        yield grouped
+    elif kernel is not None:
         yield _only_peft(f"LoRA on convolutions: `{kernel.name}` has shape {list(kernel.shape)}")
+    modules = {layer.module for layer in view.layers}
+    whole = next((each for each in modules if f"{each}.base_layer.out_proj" in modules), None)
+    if whole is not None:
+        yield _only_peft(f"LoRA on `{whole}`, an nn.MultiheadAttention as a whole, whose out_proj PEFT changes by 2·ΔW")
+
+
+def groups_of(a: StoredTensor, weight: StoredTensor) -> int:
+    """Return how many groups the channels of a convolution are in; 0 where the lora_A is of another one."""
+    if not len(a.shape) == len(weight.shape) > MATRIX:
+        return 0
+    groups, rest = divmod(a.shape[1], weight.shape[1] or 1)
+    return 0 if rest else groups
+
+
+def _grouped(layer: LoraLayer, weight_of: WeightOf) -> Refusal | None:
+    """Return the refusal of LoRA on a convolution whose channels are in groups."""
+    weight = weight_of(layer.target) if layer.a is not None and len(layer.a.shape) > MATRIX else None
+    groups = groups_of(layer.a, weight) if layer.a is not None and weight is not None else 0
+    if weight is None or groups < 2:  # noqa: PLR2004
+        return None
+    text = (
+        f"LoRA on a convolution in {groups} groups, `{layer.target}`: ΔW mixes them, and the base's {list(weight.shape)} "
+        "has no place for that; PEFT cannot merge it either"
+    )
+    name = layer.target.rpartition(".")[2]
+    return Refusal(text=text, hint=f'serve the adapter unmerged, or train it again with exclude_modules=["{name}"]')
 
 
 def refusals_of_config(view: AdapterView) -> Iterator[Refusal]:
@@ -119,12 +153,12 @@ def _init(init: str) -> Refusal:
     return Refusal(text=f"`init_lora_weights` {init}: {why}", hint=AS_PLAIN_LORA)
 
 
-def require_mergeable(view: AdapterView) -> None:
+def require_mergeable(view: AdapterView, weight_of: WeightOf = lambda _: None) -> None:
     """Return if a merge can be exact. Raises `UnsupportedAdapter` naming every feature in the way.
 
     That is `OnlyInMemory` where PEFT's own merge is right for all of them.
     """
-    found = tuple(refusals(view))
+    found = tuple(refusals(view, weight_of))
     if found:
         fatal = [refusal for refusal in found if not refusal.in_memory]
         error = UnsupportedAdapter if fatal else OnlyInMemory

@@ -131,7 +131,14 @@ def _show(report: Report, reporting: Reporting, fixes: Fixes | None, *, quiet: b
 
 
 def _show_next(report: Report, path: str, typed: Sequence[str]) -> None:
-    """Print what is typed next with a clean folder, or the best save of a run, with what was `typed` of its merge."""
+    """Print what is typed next with a clean folder, or the best save of a run, with what was `typed` of its merge.
+
+    Where a plain merge would refuse it, the finding says what to do.
+    """
+    from lora_tool.rules.judging import NOT_MERGED  # which has judged
+
+    if any(finding.code == NOT_MERGED for finding in report.findings):
+        return
     lacks_base = any("use --base" in each.reason for each in report.skipped)
     best = next((run.best for run in report.runs), None)
     if report.at_least(Severity.ERROR if best else Severity.WARNING) or not report.subjects or lacks_base:

@@ -58,6 +58,8 @@ OF_LOADING = ("LT2", "LT501", "LT502", "LT503", "LT505", "LT506", "LT509")
 """The rules that decide whether PEFT loads an adapter without missing or unexpected tensors."""
 WEIGHTS_BESIDE = "LT222"
 """The rule that reports weights in other files than the adapter's."""
+NOT_MERGED = "LT215"
+"""The rule about what a plain merge refuses."""
 
 FOREIGN_CALL = "LT116"
 """The rule about pickles that call what no checkpoint needs."""

@@ -203,6 +203,6 @@ class MergeInputs(Struct, frozen=True, kw_only=True):
 def require_exact(inputs: MergeInputs, _: Options) -> MergeInputs:
     """Return the inputs. Raises `UnsupportedAdapter` for adapters that cannot be merged exactly, with their weights."""
     for adapter in inputs.adapters:
-        require_mergeable(view_of(adapter))
+        require_mergeable(view_of(adapter), lambda module: inputs.base.tensors.get(f"{module}.weight"))
     require_weightable(inputs.adapters, inputs.weights)
     return inputs

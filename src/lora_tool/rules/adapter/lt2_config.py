@@ -172,10 +172,16 @@ def not_merged(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `"layer_replication": [[0, 16], [8, 32]]`.
     What to do: Serve the adapter unmerged, or merge it with PEFT: `model.merge_and_unload()`.
     """
-    for refusal in refusals(subject.view):
+    for refusal in refusals_of(subject):
         yield Fault(message=f"{_REFUSES}: {refusal.text}", path=subject.config_path, hint=way_out(subject, refusal))
     if (name := bias_without_place(subject)) is not None:
         yield Fault(subject=name, message=f"{_REFUSES}: {BIAS_WITHOUT_PLACE}", hint=UNMERGED)
+
+
+def refusals_of(subject: AdapterSubject) -> Iterator[Refusal]:
+    """Yield what a merge refuses, with what the base shows of it."""
+    match = subject.match
+    return refusals(subject.view, match.tensor) if isinstance(match, BaseMatch) else refusals(subject.view)
 
 
 def way_out(subject: AdapterSubject, refusal: Refusal) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from lora_tool.adapters import targeting
 from lora_tool.adapters.experts import LISTED
+from lora_tool.adapters.support import groups_of
 from lora_tool.adapters.view import LoraLayer
 from lora_tool.core.choices import closest
 from lora_tool.core.keys import INDEX, Part, split_layer
@@ -137,7 +138,7 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     """Sizes that differ from the base's.
 
     What it does: Compares the shapes of lora_B·lora_A and of trained token rows with the base's weight, including
-    stacked experts, and the width of a new head with the base's hidden states. For model types whose names in memory no
+    stacked experts and kernels, and the width of a new head with the base's hidden states. For model types whose names in memory no
     header tells, it compares what has the same name on disk.
     Why it matters: The adapter was trained on a different model, so loading fails with a size mismatch.
     Example: lora_B·lora_A is [4096, 4096], but the base's `q_proj.weight` is [3584, 3584].
@@ -187,10 +188,29 @@ def _misfits_weight(subject: AdapterSubject, match: BaseMatch, layer: LoraLayer)
     # a kernel's inputs may be in groups, and a stack of experts only what wraps bare parameters knows
     comparable = len(weight.shape) == MATRIX or (len(needed) == MATRIX and len(weight.shape) < MATRIX)
     as_stored = (weight.shape, weight.shape[::-1]) if match.in_part else (weight.shape,)
+    if len(pair[0].shape) == len(weight.shape) > MATRIX:
+        comparable, as_stored = True, (needed,) if _fits_kernel(*pair, weight) else ()
     if comparable and needed not in as_stored and not rows_only:
         whose = "the base's" if weight is held else "the adapter's own"
         message = f"lora_B·lora_A is {list(needed)}, but {whose} `{weight.name}` is {list(weight.shape)}"
-        yield Fault(subject=pair[0].name, message=message)
+        hint = None
+        if (groups := groups_of(pair[0], weight)) > 1 and needed == (
+            weight.shape[0],
+            groups * weight.shape[1],
+            *weight.shape[2:],
+        ):
+            message += ", a convolution in groups: an old PEFT wrote factors without any, which no PEFT loads now"
+            hint = f'train it again, with exclude_modules=["{layer.target.rpartition(".")[2]}"]'
+        yield Fault(subject=pair[0].name, message=message, hint=hint)
+
+
+def _fits_kernel(a: StoredTensor, b: StoredTensor, weight: StoredTensor) -> bool:
+    """Return whether factors are of a convolution: lora_A has its kernel over all channels, lora_B one of ones in as many
+    groups (peft 0.21, `_ConvNd.update_layer`).
+    """
+    groups = groups_of(a, weight)
+    same = (b.shape[0], *a.shape[2:]) == (weight.shape[0], *weight.shape[2:])
+    return same and groups > 0 and b.shape[1] * groups == a.shape[0] and set(b.shape[2:]) == {1}
 
 
 def _misfits_parameter(subject: AdapterSubject, match: BaseMatch, layer: LoraLayer, name: str) -> Iterator[Fault]:

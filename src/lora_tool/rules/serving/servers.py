@@ -10,10 +10,10 @@ import shlex
 from collections.abc import Iterator
 
 from lora_tool.adapters.fused_experts import fused_experts
-from lora_tool.adapters.support import UNMERGED, refusals
+from lora_tool.adapters.support import UNMERGED
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.report import Severity
-from lora_tool.rules.adapter.lt2_config import bias_without_place
+from lora_tool.rules.adapter.lt2_config import bias_without_place, refusals_of
 from lora_tool.rules.adapter.lt3_head import head_weight, saved_heads
 from lora_tool.rules.engine.registry import Fault, Need
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
@@ -59,7 +59,7 @@ def asked_for_peft(subject: AdapterSubject) -> Iterator[ServingForm]:
 
 def merged(subject: AdapterSubject) -> str:
     """Return the command that makes a model of it, which every server takes; another way out where no merge is exact."""
-    refused = tuple(refusals(subject.view))
+    refused = tuple(refusals_of(subject))
     no_way = next((each.hint for each in refused if not each.in_memory), None)
     if no_way is not None or bias_without_place(subject):
         return no_way or UNMERGED
