@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 import transformers
 
 from lora_tool.core.report import Severity
-from tests.judging import judge, lines
+from tests.checkpoint_edits import Tensors, raw, tensors
+from tests.judging import codes, judge, lines
 from tests.oracle.peft_merge import train
 from tests.oracle.tiny import Task, tiny_config, tiny_model
 
@@ -47,6 +49,35 @@ def test_no_rule_complains(model_type: str, task: Task, tmp_path: Path) -> None:
     assert lines(judge(tmp_path / "adapter")) == []
     assert lines(judge(tmp_path / "base")) == []
     assert lines(judge(tmp_path / "adapter", base=tmp_path / "base", task=task)) == []
+
+
+def _shape(lora: Tensors, module: str) -> None:
+    lora[f"{module}.lora_B.weight"] = raw(999, 4)
+
+
+def _lost(lora: Tensors, module: str) -> None:
+    for name in ("lora_A", "lora_B"):
+        del lora[f"{module}.{name}.weight"]
+
+
+def _absent(lora: Tensors, module: str) -> None:
+    for name in ("lora_A", "lora_B"):
+        lora[f"{module}_extra.{name}.weight"] = lora.pop(f"{module}.{name}.weight")
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "jamba", "qwen3_next"])
+def test_an_adapter_of_a_mixture_is_compared_with_its_base(model_type: str, tmp_path: Path) -> None:
+    """Whether a table tells the names in memory, as of Qwen3-MoE, or transformers does."""
+    save_adapter(model_type, "causal-lm", tmp_path, without=["dt_proj"])  # which Jamba reads past its LoRA
+    report = judge(tmp_path / "adapter", base=tmp_path / "base", deep=True)
+    assert (report.findings, report.skipped) == ((), ())
+    with tensors(tmp_path / "adapter") as lora:
+        module = next(name.rpartition(".lora_A")[0] for name in sorted(lora) if "self_attn.v_proj" in name)
+    for number, (code, injury) in enumerate({"LT502": _shape, "LT505": _lost, "LT501": _absent}.items()):
+        shutil.copytree(tmp_path / "adapter", folder := tmp_path / str(number))
+        with tensors(folder) as lora:
+            injury(lora, module)
+        assert code in codes(judge(folder, base=tmp_path / "base", deep=True), Severity.ERROR)
 
 
 def test_a_layer_beside_the_head_may_be_absent_from_the_base(tmp_path: Path) -> None:

@@ -42,12 +42,13 @@ from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.rules.model import lt3_functions, lt3_model_ends, lt3_tensors, lt3_tokenizers  # noqa: F401
 from lora_tool.rules.model.lt3_tensors import is_wrapped
 from lora_tool.rules.serving import lt8_beside, lt8_form, lt8_names  # noqa: F401
-from lora_tool.rules.shared.base_match import match_base, same_names
+from lora_tool.rules.shared.base_match import as_in_memory, match_base, same_names, with_names_in_memory
 from lora_tool.rules.training import lt4_contents, lt4_rank_files, lt4_values, lt7_run  # noqa: F401
 from lora_tool.rules.training.sharded_subject import ShardedSubject, sharded_subject
 
 if TYPE_CHECKING:
     from lora_tool.rules.engine.subjects import AskClass
+    from lora_tool.rules.shared.base_match import AskNames
 
 DEEP_BYTES = 256 << 20
 """Rank files up to this size have their values read without being asked; it takes about a tenth of a second."""
@@ -101,7 +102,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
     ("reward", "seq-cls", …) are the expected ones, `servers` those that will serve an adapter unmerged. `deep` True
     reads all weights, False none, None those of adapters; `progress` is called with the bytes read, `watch` with
     the size of rank files. `ignored`: a merge goes on in spite of these rules, so of their findings only those are
-    returned that make it impossible. `ask` answers for the classes that the table is not certain of.
+    returned that make it impossible. `ask` answers for classes of which no table is certain, `names` for their names.
     """
 
     rules: tuple[Rule, ...]
@@ -115,6 +116,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
     progress: Progress | None = None
     watch: Watch | None = None
     ask: AskClass | None = None
+    names: AskNames | None = None
 
     @property
     def labels(self) -> int | None:
@@ -178,8 +180,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         compared = isinstance(match, BaseMatch) and not match.outside and not is_wrapped(match.add)
         codes = _OF_BASES - ({"LT318"} if compared else set())
         found = self.only(*codes).folder(subject.stored_base)
-        brought = subject.view.saved.keys()
-        findings = (finding for finding in found.findings if finding.subject not in brought)
+        findings = (finding for finding in found.findings if finding.subject not in subject.view.saved)
         return Report(findings=tuple(findings), skipped=found.skipped)
 
     def subject(self, adapter: AdapterDir) -> AdapterSubject:
@@ -189,7 +190,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         match = None if self.base is None else match_base(self.base, view.config, modules)
         unmatched = self.base if isinstance(match, str) else None
         adapted = (*modules, *view.tokens, *(name.rpartition(".")[0] for name in view.saved))
-        return AdapterSubject(
+        found = AdapterSubject(
             checkpoint=adapter,
             scans=scans_of(adapter),
             whole=whole,
@@ -203,6 +204,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
             servers=self.servers,
             why_no_base=self.why_no_base,
         )
+        return found if self.names is None else with_names_in_memory(found, self.names)
 
     def only(self, *beginnings: str) -> Judge:
         """Return the same judge with only those of its rules whose codes begin like this."""
@@ -218,18 +220,19 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         for rule in self.rules:
             if not self._concerns(rule, subject):
                 continue
-            reason = self._why_not(rule, subject)
+            seen = (isinstance(subject, AdapterSubject) and _compares(rule) and subject.in_memory) or subject
+            reason = self._why_not(rule, seen)
             found: tuple[Finding | Unchecked, ...] = ()
             if reason is None:
                 try:
-                    found = tuple(rule.run(subject, ignored=self.ignored))
+                    found = tuple(rule.run(seen, ignored=self.ignored))
                 except CheckpointError as error:  # of rank files, whose readers raise while a rule compares them
                     if not isinstance(subject, ShardedSubject):
                         raise
                     reason = str(error)
                 else:
                     ran.append(rule.code)
-                    reason = self._why_in_part(rule, subject)
+                    reason = self._why_in_part(rule, seen)
             reasons = [reason, *(each.reason for each in found if isinstance(each, Unchecked))]
             skipped += [Skipped(code=rule.code, path=path, reason=each) for each in reasons if each is not None]
             findings += [each for each in found if isinstance(each, Finding)]
@@ -265,9 +268,8 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
                 return "the weights cannot be read; that is reported above"
             reason = _why_no_config(checkpoint, rule.needs)
             if reason is None and rule.needs & {Need.BASE, Need.NAMES} and isinstance(subject, AdapterSubject):
-                matched = Need.BASE not in rule.needs or (
-                    Need.SAME_NAMES in rule.needs and subject.same_names is not None
-                )
+                partly = Need.SAME_NAMES in rule.needs and subject.same_names is not None
+                matched = Need.BASE not in rule.needs or partly
                 no_match = None if matched else subject.why_no_match
                 reason = self.why_no_base if subject.base is None else no_match
             if reason is None and isinstance(subject, MergedSubject):
@@ -288,6 +290,11 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
                 return f"{subject.why_no_match}: only what has the same name in both was compared"
         model = subject.stored_base if isinstance(subject, AdapterSubject) else subject
         return model.why_no_class if Need.CLASS in rule.needs and isinstance(model, ModelSubject) else None
+
+
+def _compares(rule: Rule) -> bool:
+    """Return whether the rule compares an adapter with its base by names and headers."""
+    return Need.BASE in rule.needs and not rule.deep
 
 
 def _why_no_config(checkpoint: AdapterDir | ModelDir, needs: frozenset[Need]) -> str | None:
@@ -377,10 +384,8 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
         """
 
         def judged(judge: Judge) -> Report:
-            comparing = replace(
-                judge, rules=tuple(each for each in judge.rules if Need.BASE in each.needs and not each.deep)
-            )
-            subjects = (replace(judge.subject(each), base=match.base, match=match) for each in adapters)
+            comparing = replace(judge, rules=tuple(filter(_compares, judge.rules)))
+            subjects = (as_in_memory(judge.subject(each), each, match) for each in adapters)
             return joined([judge.together(adapters), *map(comparing.folder, subjects)])
 
         return self._refuse(judged, None)

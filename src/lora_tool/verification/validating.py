@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -32,6 +33,7 @@ from lora_tool.formats.files import inside
 from lora_tool.models.mapping.class_tensors import class_tensors
 from lora_tool.plans.base.task import Task
 from lora_tool.rules.bases import named_base
+from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Subject
 from lora_tool.rules.judging import Judge, unopened
@@ -145,6 +147,7 @@ def findings_on(
         watch=watch,
         why_no_base=why_no_base,
         ask=class_tensors,
+        names=partial(_names, sure=options.deep is True),
     )
     if not isinstance(checkpoint, RunDir) and not (options.checkpoints and checkpoint.folder.checkpoints):
         return _judged(checkpoint, judge, several)
@@ -169,9 +172,22 @@ def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> t
     Raises `UnknownRule` for `criteria` that mean no rule.
     """
     rules = chosen(criteria.select, criteria.ignore)
-    return _checkpoint_of_run(
-        path, Judge(rules=rules, base=base, deep=criteria.deep, servers=criteria.servers, ask=class_tensors)
+    judge = Judge(
+        rules=rules,
+        base=base,
+        deep=criteria.deep,
+        servers=criteria.servers,
+        ask=class_tensors,
+        names=partial(_names, sure=criteria.deep is True),
     )
+    return _checkpoint_of_run(path, judge)
+
+
+def _names(adapter: AdapterDir, base: ModelDir, task: str | None, *, sure: bool) -> tuple[AdapterDir, BaseMatch] | str:
+    """See `plans.merge.judged.in_memory`; the planner is imported only for bases with other names on disk."""
+    from lora_tool.plans.merge.judged import in_memory
+
+    return in_memory(adapter, base, task, sure=sure)
 
 
 def judge_save(path: Path) -> Judged:

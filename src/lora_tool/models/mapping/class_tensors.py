@@ -20,8 +20,16 @@ if TYPE_CHECKING:
 def class_tensors(config: ModelConfig, disk: Mapping[str, ShapeOnDisk]) -> ModelTensors | str:
     """Return what the config's class has and the tensors of a checkpoint, as transformers would load them.
 
-    A sentence says why it cannot tell: it is not installed, or does not know the class.
+    A mixture that is all as its table says needs no transformers. A sentence says why nobody can tell: transformers is
+    not installed, or does not know the class.
     """
+    from lora_tool.models.mapping.mixture import mixture_mapping  # for classes without a table of their tensors
+
+    known = mixture_mapping(config, disk, config.dtype or DType.F32)
+    if known is not None and not known.unexpected:
+        return ModelTensors(
+            class_name=known.facts.class_name, missing=(), unexpected=(), of_other_classes=(), shapes=dict(disk)
+        )
     try:
         require_packages(("torch", "transformers"), extra="merge")
     except MissingDependency as error:

@@ -10,6 +10,7 @@ from lora_tool.adapters import targeting
 from lora_tool.adapters.experts import IN_EXPERT
 from lora_tool.adapters.readings import AS_THEY_ARE, Readings
 from lora_tool.adapters.view import AdapterView, drift
+from lora_tool.checkpoints import ModelDir
 from lora_tool.core.display import counted, size
 from lora_tool.core.keys import INDEX, PREFIX, Part, is_under, split_layer
 from lora_tool.core.report import Severity
@@ -24,7 +25,7 @@ from lora_tool.models.ends import (
     is_new_module,
 )
 from lora_tool.models.layers import is_beyond
-from lora_tool.models.model_tensors import module_names
+from lora_tool.models.model_tensors import base_prefixes, module_names
 from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
@@ -72,10 +73,11 @@ def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault | Unchecked
     if base is None or base.config is None:
         return
     modules = module_names(base.config, base.modules, subject.config)
-    if modules is None:
+    if modules is None and not _begin_as_with_a_head(subject, base):
         yield Unchecked(reason="lora-tool does not know the modules of the base's class, whose names could be compared")
-        return
-    if not any(layer.target not in modules.headed and not is_new_module(layer.target) for layer in subject.layers):
+    if modules is None or not any(
+        layer.target not in modules.headed and not is_new_module(layer.target) for layer in subject.layers
+    ):
         return  # as nearly always
     readings = Readings(subject.view, modules, prefixed=True)
     fitting = readings.fitting() if readings.headed else []
@@ -86,6 +88,12 @@ def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault | Unchecked
             "no such module"
         )
         yield Fault(subject=path, message=message, hint=hint, severity=Severity.WARNING, mergeable=True)
+
+
+def _begin_as_with_a_head(subject: AdapterSubject, base: ModelDir) -> bool:
+    """Whether all paths begin, as those of the base do, with what classes with a head call their base model."""
+    roots = {module.partition(".")[0] for module in base.modules} & base_prefixes()
+    return all(layer.target.partition(".")[0] in roots for layer in subject.layers if not is_new_module(layer.target))
 
 
 def _adapter_names(view: AdapterView, hint: str) -> Iterator[Fault]:

@@ -330,6 +330,8 @@ class AdapterSubject(LoraSubject, frozen=True, kw_only=True, eq=False):
     """How the base names the modules; a sentence where names cannot tell; None without a base."""
     same_names: BaseMatch | None = None
     """Where they cannot: the base, if some modules are there under the adapter's names."""
+    in_memory: AdapterSubject | None = None
+    """Adapter and base under the names in memory, where they are others than on disk, and known."""
     num_labels: int | None = None
     task: str | None = None
     servers: frozenset[str] = frozenset()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from lora_tool.adapters.experts import IN_EXPERT
 from lora_tool.adapters.targeting import trained_for
-from lora_tool.adapters.view import LoraLayer
-from lora_tool.checkpoints import ModelDir
+from lora_tool.adapters.view import LoraLayer, view_of
+from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.quantised import in_full_precision
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.tensors import StoredTensor
@@ -20,6 +23,10 @@ from lora_tool.models.model_tensors import tied_modules
 from lora_tool.models.text_classes import TEXT_CLASSES, TextClass
 from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.subjects import AdapterSubject
+
+if TYPE_CHECKING:
+    AskNames = Callable[[AdapterDir, ModelDir, str | None], tuple[AdapterDir, BaseMatch] | str]
+    """Gives adapter and base in the names of memory that a merge for a task would give them, or says why it cannot."""
 
 _OUTPUT = "lm_head.weight"
 """What every class of transformers that has it on disk has in memory, too."""
@@ -84,6 +91,27 @@ def same_names(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
         conv1d=frozenset(),
     )
     return BaseMatch(base=plain, arch=row, in_part=True)
+
+
+def as_in_memory(subject: AdapterSubject, adapter: AdapterDir, match: BaseMatch) -> AdapterSubject:
+    """Return the subject with adapter and base in the names of memory."""
+    view = view_of(adapter)
+    return replace(
+        subject, checkpoint=adapter, view=view, base=match.base, stored_base=None, match=match, same_names=None
+    )
+
+
+def with_names_in_memory(subject: AdapterSubject, names: AskNames) -> AdapterSubject:
+    """Return the subject of an adapter whose base may have other names on disk with those in memory, or with the reason
+    why they are not known; any other subject as it is.
+    """
+    base = subject.base
+    if base is None or base.config is None or subject.why_no_match != _may_differ(base.config):
+        return subject
+    told = names(subject.checkpoint, base, subject.task)
+    if isinstance(told, str):
+        return replace(subject, match=f"{subject.why_no_match}; {told}")
+    return replace(subject, in_memory=as_in_memory(subject, *told))
 
 
 def _may_differ(config: ModelConfig) -> str:

@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -30,9 +30,6 @@ from lora_tool.plans.base.known_names import KNOWN_NAMES
 from lora_tool.plans.base.task import CLASSIFIERS, Task, decide_task, declared_types, other_task
 from lora_tool.plans.core.steps import InputRecord
 from lora_tool.plans.merge.draft import Model
-
-if TYPE_CHECKING:
-    from lora_tool.models.mapping.model import NamesOnDisk
 
 _WHOLE = (Part.PLAIN, Part.SAVED_MODULE, Part.BASE_LAYER)
 _MAPPERS = ("torch", "transformers")
@@ -60,19 +57,12 @@ def read_model(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task, *, 
                 f"names: those of {row.model_type} are the same on disk and in memory, so transformers is not needed"
             )
             return as_stored(named, adapters, row, task)
-    from lora_tool.plans.merge.model.converted import class_row, converted
-
-    mixture = _known_mixture(base, adapters, wanted) if task is None else None
+    mixture = known_mixture(base, adapters, wanted) if task is None else None
     if mixture is not None:
-        class_name = mixture.facts.class_name
-        decided(
-            f"names: {class_name} stacks the experts of each layer in memory, all else is as on disk, so "
-            "transformers is not needed"
-        )
-        arch = class_row(base.whole_config, mixture.facts, None)
-        return converted(base, adapters, mixture, arch, decide_task(wanted, adapters, base, None))
+        return mixture
     require_transformers()
     from lora_tool.plans.merge.model.classes import model_class
+    from lora_tool.plans.merge.model.converted import converted
 
     try:
         found = model_class(base, adapters, wanted, task)
@@ -138,20 +128,25 @@ def _is_certain(base: ModelDir, adapters: Sequence[AdapterDir], row: Architectur
     return outputs <= stored_twice(base, row).keys() and len(embeddings(base, row)) <= 1
 
 
-def _known_mixture(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task) -> NamesOnDisk | None:
-    """Return where the parameters of a causal LM with stacked experts lie, if a table knows its class and the adapters
-    are of that class; None if it takes transformers to know.
+def known_mixture(base: ModelDir, adapters: Sequence[AdapterDir], wanted: Task) -> Model | None:
+    """Return the model of a causal LM with stacked experts, if a table knows its class; None if it takes transformers
+    to know.
     """
     if wanted not in (Task.AUTO, Task.CAUSAL_LM) or declared_types(adapters) != {"CAUSAL_LM"}:
         return None
     from lora_tool.models.mapping.mixture import mixture_mapping
-    from lora_tool.plans.merge.model.converted import strangers
+    from lora_tool.plans.merge.model.converted import class_row, converted
 
     shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
     found = mixture_mapping(base.whole_config, shapes, base.dtype or DType.F32)
-    if found is None or any(strangers(adapter, found) for adapter in adapters):
+    if found is None:
         return None
-    return found
+    decided(
+        f"names: {found.facts.class_name} stacks the experts of each layer in memory, all else is as on disk, so "
+        "transformers is not needed"
+    )
+    arch = class_row(base.whole_config, found.facts, None)
+    return converted(base, adapters, found, arch, decide_task(wanted, adapters, base, None))
 
 
 def require_transformers() -> None:
