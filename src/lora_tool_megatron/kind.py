@@ -122,7 +122,6 @@ MEGATRON = ShardedKind(
     weights=("*.distcp",),
     others=("common.pt", "run_config.yaml", _METADATA, POINTER, _TRAIN_STATE, "train_state.pt"),
     steps=_ITERATION,
-    common_steps=_STEP,
     recognise=_recognise,
     open=_open,
 )

@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint
-from lora_tool.checkpoints.folders import read_folder
+from lora_tool.checkpoints import AdapterDir, ModelDir, open_checkpoint, saves_in
+from lora_tool.checkpoints.folders import is_numbered, read_folder
 from lora_tool.checkpoints.sources import resolve
 from lora_tool.core.errors import CheckpointError
 from lora_tool.core.report import Finding, Severity
@@ -114,7 +114,7 @@ def last_valid(output: Path) -> ResumeChoice:
 
     It is the last that is whole, not the one with the largest number.
     """
-    names = read_folder(output).checkpoints if output.is_dir() else ()
+    names = tuple(filter(is_numbered, saves_in(read_folder(output)))) if output.is_dir() else ()
     skipped: list[Finding] = []
     for path in (output / name for name in reversed(names)):
         why, hint = unusable(path)

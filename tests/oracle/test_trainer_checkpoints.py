@@ -23,7 +23,8 @@ from lora_tool.core.report import Severity
 from lora_tool.execution.engine import execute
 from lora_tool.plans.consolidate.library import plan_consolidate
 from lora_tool.verification.validating import validate
-from lora_tool.workflows.inventory import Why, choose, inventory
+from lora_tool.workflows.inventory import inventory
+from lora_tool.workflows.prune import Why, choose
 from tests.contract.test_checkpoint_kinds import require_plain_data
 from tests.oracle import trainer_saves
 from tests.oracle.test_faults_of_kinds import Run, negated

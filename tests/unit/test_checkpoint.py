@@ -27,6 +27,7 @@ from lora_tool.checkpoints import (
     open_model,
     open_sharded,
     require_whole,
+    saves_in,
 )
 from lora_tool.checkpoints.nearby import consolidate_command
 from lora_tool.core.errors import BadConfig, CorruptFile, Defect, NotACheckpoint
@@ -65,7 +66,7 @@ def test_a_run_lists_its_checkpoints_by_step(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-best").mkdir()
     run = open_checkpoint(tmp_path)
     assert isinstance(run, RunDir)
-    assert run.folder.checkpoints == ("checkpoint-3", "checkpoint-20", "checkpoint-100")
+    assert saves_in(run.folder) == ("checkpoint-3", "checkpoint-20", "checkpoint-100")
 
 
 def test_a_trainer_checkpoint_knows_its_step() -> None:

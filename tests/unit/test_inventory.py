@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from lora_tool.checkpoints import RunDir, open_checkpoint, saves_in
 from lora_tool.core.errors import ExecutionError, NotACheckpoint, OutputExists
 from lora_tool.core.report.findings import Run
 from lora_tool.execution.folder import remove
 from lora_tool.formats.trainer_state import TrainerState
 from lora_tool.rules.training.saves import Judged, run_table
+from lora_tool.verification.validating import validate as judge
 from lora_tool.workflows import inventory as inventory_module
-from lora_tool.workflows.inventory import FileRole, Why, choose, inventory
+from lora_tool.workflows.inventory import FileRole, inventory
+from lora_tool.workflows.prune import Why, choose
 
 RUN = Path(__file__).parents[2] / "fixtures" / "reward-run"
 
@@ -77,6 +81,82 @@ def test_a_metric_of_which_more_is_better(tmp_path: Path) -> None:
         state = (folder / "trainer_state.json").read_text()
         (folder / "trainer_state.json").write_text(state.replace("eval_loss", "eval_accuracy"))
     assert chosen(tmp_path, last=0, best=1) == {1: Why.OLDER, 2: Why.BEST, 3: Why.RESUMABLE}
+
+
+def _adapter(save: Path) -> None:
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    save.mkdir(parents=True)
+    for name in names:
+        shutil.copy(RUN / "checkpoint-4" / name, save)
+
+
+def _accelerate(save: Path) -> None:
+    save.mkdir()
+    weights = load_file(RUN / "checkpoint-4" / "adapter_model.safetensors")
+    default = {
+        name.replace(".weight", ".default.weight"): tensor for name, tensor in weights.items() if ".lora_" in name
+    }
+    save_file(default, save / "model.safetensors", {"format": "pt"})
+    for name, called in {"optimizer.pt": "optimizer.bin", "rng_state.pth": "random_states_0.pkl"}.items():
+        shutil.copy(RUN / "checkpoint-4" / name, save / called)
+
+
+def _deepspeed(save: Path) -> None:
+    shutil.copytree(RUN.parent / "zero" / "stage2-reward" / "global_step2", save / "checkpoint")
+    (save / "latest").write_text("checkpoint")
+
+
+SAVES: dict[str, Callable[[Path], None]] = {
+    "checkpoint_{}": _accelerate,
+    "checkpoint_{}/": _adapter,
+    "step_{}": _adapter,
+    "epoch-{}": _adapter,
+    "iter{}": _adapter,
+    "epoch_0_step_{}": lambda save: _adapter(save / "model"),
+    "epoch0epochstep{0}globalstep{0}": _adapter,
+    "global_step{}_hf": _adapter,
+    "epoch=1-step={}.ckpt": _deepspeed,
+    "epoch={}-val_loss=0.32-v1.ckpt": _deepspeed,
+}
+
+
+@pytest.mark.parametrize("called", SAVES)
+def test_a_run_is_known_whatever_its_program_calls_its_saves(called: str, tmp_path: Path) -> None:
+    for step in (2, 9, 10):
+        SAVES[called](tmp_path / called.format(step))
+        (tmp_path / f"images_{step}").mkdir()
+    run = open_checkpoint(tmp_path)
+    names = tuple(called.strip("/").format(step) for step in (2, 9, 10))
+    assert (type(run), saves_in(run.folder)) == (RunDir, names)
+    (table,) = judge(run).runs
+    assert [row.step for row in table.checkpoints] == [2, 9, 10]
+    assert (table.best, {row.verdict for row in table.checkpoints}) == (str(tmp_path / names[2]), {"good"})
+    goes = {item.checkpoint.root.name: item.goes for item in choose(inventory(tmp_path), keep_last=1, keep_best=1)}
+    assert goes == dict(zip(names, (True, True, False), strict=True))
+
+
+def test_folders_called_like_saves_without_weights_are_none(tmp_path: Path) -> None:
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1" / "sample.png").touch()
+    (tmp_path / "step_2").symlink_to(tmp_path)
+    assert list(inventory(tmp_path)) == []
+
+
+def test_saves_with_other_names_are_no_later_ones(tmp_path: Path) -> None:
+    for name in ("epoch_0", "epoch_1", "step_500", "step_1000"):
+        _adapter(tmp_path / name)
+    goes = {item.checkpoint.root.name: item.goes for item in choose(inventory(tmp_path), keep_last=1, keep_best=1)}
+    assert goes == {"epoch_0": True, "epoch_1": False, "step_500": True, "step_1000": False}
+
+
+def test_a_save_of_accelerate_that_is_cut_off_is_incomplete(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _accelerate(tmp_path / f"checkpoint_{step}")
+    (tmp_path / "checkpoint_2" / "random_states_0.pkl").unlink()
+    (found,) = inventory(tmp_path)
+    assert [item.row.incomplete for item in found.checkpoints] == [None, "has no random states, but checkpoint_1 has"]
+    goes = [(item.goes, item.why) for item in choose([found], keep_last=1, keep_best=1)]
+    assert goes == [(False, Why.BEST), (False, Why.NEWER)]
 
 
 def test_broken_ones_go_unless_they_are_the_newest(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from lora_tool.core.report.findings import RunCheckpoint
 from lora_tool.verification.validating import Criteria, judge_save
-from lora_tool.workflows.inventory import Why, choose, inventory
-from lora_tool.workflows.prune import PruneOptions, prune
+from lora_tool.workflows.inventory import inventory
+from lora_tool.workflows.prune import PruneOptions, Why, choose, prune
 from tests.mutations import FIXTURES
 
 Injury = Callable[[Path], object]
@@ -226,6 +227,21 @@ def test_a_hole_in_the_optimizer_is_seen_where_every_byte_is_read(run: Path) -> 
     assert why == {"checkpoint-2": True, "checkpoint-4": False, "checkpoint-6": False}
     assert judge_save(run / "checkpoint-6").unresumable == "holds optimizer.pt, which is not a complete torch.save file"
     assert judge_save(run / "checkpoint-4").unresumable is None
+
+
+def test_prune_reads_the_states_of_kept_saves_once(run: Path) -> None:
+    read: list[int] = []
+
+    @contextlib.contextmanager
+    def watch(_: str, nbytes: int) -> Iterator[Callable[[int], None]]:
+        total = [0]
+        yield total.append
+        read.append(sum(total))
+        assert sum(total) <= nbytes
+
+    prune(run, PruneOptions(apply=True), Criteria(), progress=watch)
+    assert [path.name for path in run.iterdir()] == ["checkpoint-6"]
+    assert len([nbytes for nbytes in read if nbytes]) == 1
 
 
 def removed(pattern: str) -> Injury:

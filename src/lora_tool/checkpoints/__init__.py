@@ -37,3 +37,4 @@ from lora_tool.checkpoints.opening import open_sharded as open_sharded
 from lora_tool.checkpoints.opening import require_whole as require_whole
 from lora_tool.checkpoints.registry import RUN as RUN
 from lora_tool.checkpoints.registry import kinds as kinds
+from lora_tool.checkpoints.registry import saves_in as saves_in

@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from lora_tool.checkpoints import other_formats
-from lora_tool.checkpoints.folders import Folder, listed, read_config, without_weights
+from lora_tool.checkpoints.folders import Folder, is_called_save, is_numbered, listed, read_config, without_weights
 from lora_tool.checkpoints.kinds import AdapterDir, Claim, Kind
 from lora_tool.core import keys
 from lora_tool.core.errors import BrokenFile
@@ -104,6 +104,7 @@ def adapters_below(path: str | os.PathLike[str]) -> tuple[Path, ...]:
     names = set(listed(root))
     if names & {*_OWN, model_config.FILE_NAME, "model.safetensors"}:
         return ()
-    if any(name.startswith("checkpoint-") for name in names):
-        return ()  # a run: its checkpoints are states of one adapter
-    return tuple(root / name for name in sorted(names) if adapter_config.FILE_NAME in listed(root / name))
+    found = [name for name in sorted(names) if adapter_config.FILE_NAME in listed(root / name)]
+    # the checkpoints of a run are states of one adapter
+    is_run = any(map(is_called_save, found)) or any(map(is_numbered, names))
+    return () if is_run else tuple(root / name for name in found)

@@ -25,7 +25,14 @@ _OTHER_TRAINED = re.compile(
 )
 _WHOLE_MODEL = frozenset({"pytorch_model.bin", "model.safetensors"})
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY", "COPYING")
-_CHECKPOINT = re.compile(r"checkpoint-(?P<step>\d+)\Z")
+_CHECKPOINT = re.compile(r"checkpoint-\d+\Z")
+_NUMBERED = r"(?:global_?|epoch_?)?(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=]?\d{1,18}"
+_SAVE = re.compile(
+    rf"{_NUMBERED}(?:[-_]?{_NUMBERED})*(?:[-_]\w+=-?\d+(?:\.\d+)?)*(?:_hf)?(?:-v\d{{1,6}})?(?:\.ckpt)?\Z", re.IGNORECASE
+)
+"""What training programs call the folders of a run: torchtitan's `step-500`, torchtune's `epoch_2`, AutoModel's
+`epoch_0_step_9`, AReaL's `epoch0epochstep9globalstep9`, OpenRLHF's `global_step20_hf`, Lightning's
+`epoch=1-step=20-val_loss=0.32.ckpt`."""
 _IN_PROGRESS = re.compile(r"(?:tmp[-_])(?:checkpoint|global_step|step|iter)[-_]?\d+\Z")
 """What some programs call a save until all of it is written."""
 
@@ -87,12 +94,6 @@ class Folder(Struct, frozen=True, kw_only=True):
         """Whether it has the name of a save that its program renames when all of it is written."""
         return _IN_PROGRESS.match(self.name) is not None
 
-    @property
-    def checkpoints(self) -> tuple[str, ...]:
-        """Names of the `checkpoint-N` folders in it, by step."""
-        steps = {name: int(match["step"]) for name in self.folders if (match := _CHECKPOINT.match(name))}
-        return tuple(sorted(steps, key=steps.__getitem__))
-
     def names_in(self, folder: str) -> tuple[str, ...]:
         """Return the names in one of its `folders`, "." for itself; none where it cannot be listed."""
         return self.files if folder == "." else listed(self.root / folder)
@@ -101,6 +102,11 @@ class Folder(Struct, frozen=True, kw_only=True):
 def is_numbered(name: str) -> bool:
     """Return whether a folder of this name is a `checkpoint-N` of a run."""
     return _CHECKPOINT.match(name) is not None
+
+
+def is_called_save(name: str) -> bool:
+    """Return whether programs call a save of a run so; other folders may have such a name, too."""
+    return _SAVE.match(name) is not None
 
 
 def read_folder(root: Path) -> Folder:

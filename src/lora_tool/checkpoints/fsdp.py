@@ -13,8 +13,6 @@ from lora_tool.checkpoints.folders import Folder
 from lora_tool.checkpoints.kinds import Claim, ShardedDir, ShardedKind, lies_here, open_here, step_of
 
 _METADATA = ".metadata"
-STEP = re.compile(r"(?:global_?)?(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=]?\d{1,18}\Z", re.IGNORECASE)
-"""What training programs call the folders of a run: torchtitan's `step-500`, torchtune's `epoch_2`."""
 
 
 def _recognise(folder: Folder) -> Claim | None:
@@ -44,7 +42,6 @@ DCP = ShardedKind(
     weights=("*.distcp",),
     others=(_METADATA, f"__*{_METADATA}"),
     folders=("pytorch_model_fsdp*", "optimizer_[0-9]*"),
-    common_steps=STEP,
     resumed_by_trainer=True,
     recognise=_recognise,
     open=_open,

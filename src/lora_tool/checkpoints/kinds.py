@@ -78,8 +78,6 @@ class ShardedKind(Kind, frozen=True, kw_only=True):
     """Patterns of the folders in a checkpoint that hold nothing but its pieces."""
     steps: re.Pattern[str] | None = None
     """Names of the folders in a run that are separate saves: they are listed and pruned one by one."""
-    common_steps: re.Pattern[str] | None = None
-    """The same for names that other folders have, too: one of them is a save only where pieces lie in it."""
     resumed_by_trainer: bool = False
     """Whether transformers' Trainer, and so `train`, can resume from it."""
 
@@ -213,10 +211,22 @@ def read_pointer(path: Path) -> str | None:
         return None
 
 
-_LAST_NUMBER = re.compile(r"\d{1,18}(?=(?:_universal)?\Z)")
+_STEPS = re.compile(r"(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=]?(\d{1,18})", re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"(\d{1,18})\Z")
 
 
 def step_of(name: str) -> tuple[int, str]:
-    """Return a key that sorts tags and checkpoints by step: the number at the end of the name, 0 without one."""
-    match = _LAST_NUMBER.search(name)
-    return int(match[0]) if match else 0, name
+    """Return a key that sorts tags and checkpoints by step: the last number that is called one, else that at the end.
+
+    It is 0 for a name without either.
+    """
+    steps = _STEPS.findall(name) or _LAST_NUMBER.findall(name)
+    return int(steps[-1]) if steps else 0, name
+
+
+def stem_of(name: str) -> str:
+    """Return the name without its numbers, which the saves of one kind in a run have in common."""
+    return _NUMBER.sub("", name)
+
+
+_NUMBER = re.compile(r"\d+")

@@ -22,6 +22,8 @@ _READERS = {_WEIGHTS: read_single, _INDEX: read_sharded, _PICKLE: read_single, _
 """The single file before the shards, safetensors before torch files: the order in which transformers chooses."""
 _OTHER_MODEL = re.compile(r"(?P<name>(?:pytorch_)?model_\d{1,3})\.(?:safetensors|bin)\Z")
 """The second model of one training, and those after it, as accelerate's `save_state` calls them."""
+_RANDOM_STATES = re.compile(r"random_states_\d{1,6}\.pkl\Z")
+"""What accelerate's `save_state` writes last, beside weights without a config: the state of a training, not a model."""
 _SHARD = re.compile(r"(model-\d{5}-of-\d{5}\.safetensors|pytorch_model-\d{5}-of-\d{5}\.bin)\Z")
 
 
@@ -31,7 +33,7 @@ def _recognise(folder: Folder) -> Claim | None:
     return Claim.CONFIG if model_config.FILE_NAME in folder.files else None
 
 
-def _open(folder: Folder) -> ModelDir:
+def _open(folder: Folder) -> ModelDir | ShardedDir:
     config, problems = read_config(folder, model_config.FILE_NAME, read_model_config)
     if config is not None and config.model_type is None:
         other_formats.refuse_config(config.path)
@@ -40,7 +42,7 @@ def _open(folder: Folder) -> ModelDir:
     if manifest.FILE_NAME in folder.files:
         written, manifest_problems = read_config(folder, manifest.FILE_NAME, read_manifest)
     weights = weights_in(folder)
-    return ModelDir(
+    found = ModelDir(
         kind=MERGED_MODEL if written is not None else BASE_MODEL if folder.trainer is None else TRAINED_MODEL,
         folder=folder,
         config=config,
@@ -48,6 +50,8 @@ def _open(folder: Folder) -> ModelDir:
         manifest=written,
         problems=(*folder.problems, *problems, *manifest_problems, *weights.problems),
     )
+    is_state = model_config.FILE_NAME not in folder.files and any(map(_RANDOM_STATES.match, folder.files))
+    return (unmerged_model(found) or found) if is_state else found
 
 
 def weights_in(folder: Folder) -> Weights:

@@ -7,7 +7,7 @@ Trainer writes its states beside those folders.
 from __future__ import annotations
 
 from lora_tool.checkpoints.adapters import ADAPTER, adapters_below
-from lora_tool.checkpoints.folders import Folder, is_numbered, listed, read_folder
+from lora_tool.checkpoints.folders import Folder, is_called_save, listed, read_folder
 from lora_tool.checkpoints.kinds import AdapterDir, Claim, Kind, NamedAdapters, step_of
 from lora_tool.core.errors import CheckpointError
 from lora_tool.formats import trainer_state
@@ -15,7 +15,7 @@ from lora_tool.formats.files import inside
 
 
 def _recognise(folder: Folder) -> Claim | None:
-    is_save = folder.is_numbered or trainer_state.FILE_NAME in folder.files
+    is_save = is_called_save(folder.name) or trainer_state.FILE_NAME in folder.files
     return Claim.INSIDE if is_save and folder.folders and adapters_below(folder.root) else None
 
 
@@ -55,8 +55,8 @@ def is_frozen(adapter: AdapterDir) -> bool:
     from lora_tool.formats.manifest import fingerprint  # slow to import, and for runs with such adapters only
 
     around, name = adapter.root.absolute().parent, adapter.root.name
-    run = around.parent if is_numbered(around.name) else around
-    saves = [run / save / name for save in sorted(filter(is_numbered, listed(run)), key=step_of)]
+    run = around.parent if is_called_save(around.name) else around
+    saves = [run / save / name for save in sorted(filter(is_called_save, listed(run)), key=step_of)]
     saves = [save for save in saves if ADAPTER.recognise(Folder(root=save, files=listed(save), folders=()))]
     if len(saves) < 2:  # noqa: PLR2004 - one save shows no change
         return False

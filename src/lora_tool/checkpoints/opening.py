@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from lora_tool.checkpoints import other_formats
-from lora_tool.checkpoints.folders import Folder, read_folder
+from lora_tool.checkpoints.folders import Folder, is_called_save, read_folder
 from lora_tool.checkpoints.kinds import AdapterDir, Checkpoint, ModelDir, ShardedDir, step_of, unexpected
 from lora_tool.checkpoints.models import unmerged_model
 from lora_tool.checkpoints.nearby import consolidate_command
@@ -41,6 +41,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return below[0]
     if not below:
         other_formats.refuse_files(folder)
+        for name in folder.folders if is_called_save(folder.name) else ():
+            other_formats.refuse_files(Folder(root=folder.root / name, files=folder.names_in(name), folders=()))
     raise _no_checkpoint_itself(folder, {sharded.root.name for sharded in below})
 
 
@@ -70,8 +72,8 @@ def _unmerged_in(folder: Folder) -> ShardedDir:
         found = open_checkpoint(folder.root)
     except CheckpointError:
         raise _not_sharded(folder, None) from None
-    unmerged = unmerged_model(found) if isinstance(found, ModelDir) else None
-    if unmerged is None:
+    unmerged = unmerged_model(found) if isinstance(found, ModelDir) else found
+    if not isinstance(unmerged, ShardedDir):
         raise _not_sharded(folder, found)
     return unmerged
 
@@ -110,7 +112,11 @@ def _no_checkpoint_itself(folder: Folder, sharded: Collection[str]) -> NotACheck
     if not folder.files and not folder.folders:
         return NotACheckpoint(f"{folder.root} is an empty folder")
     configs = {adapter_config.FILE_NAME, model_config.FILE_NAME}
-    held = [name for name in folder.folders if name in sharded or configs & set(folder.names_in(name))]
+    held = [
+        name
+        for name in folder.folders
+        if name in sharded or any(each in configs or is_called_save(each) for each in folder.names_in(name))
+    ]
     ls = f"lora-tool ls {shlex.quote(str(folder.root))}"
     if held:
         hint = f"name one of them: {shlex.quote(str(folder.root / held[0]))}; to list them: {ls}"

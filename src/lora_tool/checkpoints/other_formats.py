@@ -72,6 +72,10 @@ _VERL_RANK = OtherFormat(
     way_out="resume the run with a verl that saves it as `model/dist_ckpt`, or have that verl export it: `hf_model` in its "
     "`checkpoint.save_contents`",
 )
+_SKYRL_RANK = OtherFormat(
+    text="the LoRA of one rank of SkyRL's engine for Megatron, which does not record how it was cut",
+    way_out="export it with the SkyRL that made it, or train with its FSDP engine, whose saves are read",
+)
 _VARIANT = OtherFormat(
     text="a variant, which transformers loads only when you name it",
     way_out="save it once without the variant: from_pretrained(FOLDER, variant=…), save_pretrained(NEW)",
@@ -93,6 +97,7 @@ _ADAPTERS = (
     (r"adapter_(model|\d+)\.pt\Z", _TORCHTUNE),
     (r"lit_model\.pth(\.lora)?\Z", _LITGPT),
     (r"mp_rank_\d{2}(_\d{3}){0,2}_adapter\.pt\Z", _VERL_RANK),
+    (r"adapter_tp\d+_pp\d+\w*\.pt\Z", _SKYRL_RANK),
 )
 _MODELS = (
     (r"(model|pytorch_model)\.(?!safetensors\b|bin\b)[\w]+(-\d{5}-of-\d{5})?\.(safetensors|bin)\Z", _VARIANT),

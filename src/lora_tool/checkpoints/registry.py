@@ -9,9 +9,9 @@ from pathlib import Path
 from lora_tool.checkpoints.adapters import ADAPTER
 from lora_tool.checkpoints.added import added_kinds
 from lora_tool.checkpoints.deepspeed import ZERO
-from lora_tool.checkpoints.folders import Folder, is_numbered, read_folder
+from lora_tool.checkpoints.folders import Folder, is_called_save, is_numbered, read_folder
 from lora_tool.checkpoints.fsdp import CUT_SAFETENSORS, DCP, FSDP_FULL, FSDP_RANKS
-from lora_tool.checkpoints.kinds import Claim, Kind, RunDir, ShardedKind, matches
+from lora_tool.checkpoints.kinds import Claim, Kind, RunDir, ShardedKind, matches, step_of
 from lora_tool.checkpoints.models import BASE_MODEL
 from lora_tool.checkpoints.named_adapters import NAMED_ADAPTERS
 from lora_tool.checkpoints.state_file import STATE_FILE
@@ -22,10 +22,10 @@ RUN: Kind = Kind(
     name="run folder",
     sign="checkpoint-N",
     command="ls",
-    recognise=lambda folder: Claim.INSIDE if folder.checkpoints else None,
+    recognise=lambda folder: Claim.INSIDE if saves_in(folder) else None,
     open=lambda folder: RunDir(kind=RUN, folder=folder, problems=folder.problems),
 )
-"""The output folder of a training run, full of `checkpoint-N`."""
+"""The output folder of a training run, full of saves: `checkpoint-N`, or as its framework calls them."""
 _CERTAIN: tuple[Kind, ...] = (ADAPTER, BASE_MODEL, ZERO, FSDP_RANKS, FSDP_FULL, CUT_SAFETENSORS)
 """Those whose files no other program writes."""
 _COMMON: tuple[Kind, ...] = (DCP, VERL, RUN, NAMED_ADAPTERS, STATE_FILE)
@@ -101,14 +101,29 @@ def is_step(name: str) -> bool:
 
 
 def is_save(path: Path) -> bool:
-    """Return whether the folder `path` is a save of a run: by its name, or by a common name and the pieces in it."""
-    if is_step(path.name):
-        return True
-    kinds = [kind for kind in sharded_kinds() if kind.common_steps and kind.common_steps.match(path.name)]
-    if not kinds:
-        return False
+    """Return whether the folder `path` is a save of a run: by its name, or by a common name and the weights in it."""
+    return is_step(path.name) or _kind_of_save(path) is not None
+
+
+def saves_in(folder: Folder) -> tuple[str, ...]:
+    """Return the names of the folders in it that are saves of a run, by step; pieces of itself, as tags are, left out."""
+
+    def is_own(name: str) -> bool:
+        if is_numbered(name):
+            return True
+        kind = _kind_of_save(folder.root / name)
+        return kind is not None and not (isinstance(kind, ShardedKind) and holds_pieces(name))
+
+    return tuple(sorted(filter(is_own, folder.folders), key=step_of))
+
+
+def _kind_of_save(path: Path) -> Kind | None:
+    """Return what lies in a folder that is called like a save; None in any other, and where nothing is recognised."""
+    if not is_called_save(path.name):
+        return None
     try:
-        folder = read_folder(path)
+        # a link to the run itself would never end
+        found = recognised(read_folder(path), (kind for kind in kinds() if kind is not RUN))
     except CheckpointError:  # it cannot be listed
-        return False
-    return recognised(folder, kinds) is not None
+        return None
+    return found and found[0]

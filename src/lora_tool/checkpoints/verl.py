@@ -1,4 +1,7 @@
-"""verl's checkpoints: a run with `global_step_N`, in it `actor` and perhaps `critic`, in them one file for each rank."""
+"""verl's checkpoints: a run with `global_step_N`, in it `actor` and perhaps `critic`, in them one file for each rank.
+
+SkyRL writes the same files, and calls the actor `policy`.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from lora_tool.core.errors import BrokenFile
 from lora_tool.formats.files import read_object
 
 MODEL_FILE = re.compile(r"model_world_size_(?P<ranks>\d{1,6})_rank_(?P<rank>\d{1,6})\.pt\Z")
-POINTER = "latest_checkpointed_iteration.txt"
+_POINTERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
 _CONFIG = "fsdp_config.json"
 _STEP = re.compile(r"global_step_\d+\Z")
-_ROLES = ("actor", "critic")
+_ROLES = ("actor", "policy", "critic")
 
 
 def _recognise(folder: Folder) -> Claim | None:
@@ -42,13 +45,17 @@ def _open(folder: Folder) -> ShardedDir:
 
 def _latest(folder: Folder, tags: tuple[str, ...]) -> str | None:
     """Return the actor of the step that the run points at."""
-    if POINTER not in folder.files:
-        return None
-    text = read_pointer(folder.root / POINTER)
+    pointer = pointer_of(folder)
+    text = read_pointer(folder.root / pointer) if pointer in folder.files else None
     if text is None:
         return None
     step = f"global_step_{text}"
-    return next((tag for tag in (f"{step}/actor", step) if tag in tags), step)
+    return next((tag for tag in (*(f"{step}/{role}" for role in _ROLES), step) if tag in tags), step)
+
+
+def pointer_of(folder: Folder) -> str:
+    """Return the name of the file that names the newest step of a run: verl's, where SkyRL's does not lie there."""
+    return _POINTERS[_POINTERS[1] in folder.files]
 
 
 def ranks_of(folder: Folder) -> int | None:
@@ -68,7 +75,7 @@ VERL = ShardedKind(
     landmarks=(_CONFIG, *(f"model_world_size_{2**power}_rank_0.pt" for power in range(11))),
     weights=("model_world_size_*_rank_*.pt",),
     optimizer=("optim_world_size_*_rank_*.pt",),
-    others=("extra_state_world_size_*_rank_*.pt", _CONFIG, "lora_train_meta.json", POINTER),
+    others=("extra_state_world_size_*_rank_*.pt", _CONFIG, "lora_train_meta.json", *_POINTERS),
     folders=("global_step_[0-9]*",),
     steps=_STEP,
     recognise=_recognise,

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from lora_tool.cli.tables import fits, fits_folded, new_table, print_all
 from lora_tool.core.display import counted, number, printable, size
-from lora_tool.workflows.inventory import PruneChoice
 from lora_tool.workflows.ls import Listing
+from lora_tool.workflows.prune import PruneChoice
 
 _COLOURS = {"good": "green", "warned": "yellow", "incomplete": "yellow", "broken": "red", "not judged": "yellow"}
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from lora_tool.cli.options import FolderOrId, json_option, options_of, typed_as
-from lora_tool.cli.terminal import print_json
+from lora_tool.cli.terminal import print_json, progress_bar
 from lora_tool.core.display import printable
 from lora_tool.formats.files import expanded
 from lora_tool.workflows.prune import PruneOptions, prune
@@ -36,6 +36,7 @@ def command(root: str, *, as_json: bool, **typed: Any) -> None:
         options,
         configuration(None, [root]).criteria,
         gone=lambda folder: click.echo(f"{done} {printable(str(folder))}", err=True),
+        progress=progress_bar,
     )
     if as_json:
         rows = [

@@ -143,7 +143,8 @@ def _show_next(report: Report, path: str, typed: Sequence[str]) -> None:
     best = next((run.best for run in report.runs), None)
     if report.at_least(Severity.ERROR if best else Severity.WARNING) or not report.subjects or lacks_base:
         return
-    command = "merge" if best else report.subjects[0].command
+    subject = next((each for each in report.subjects if each.path == best), report.subjects[0])
+    command = "merge" if best and subject.command != "consolidate" else subject.command
     if command in ("merge", "consolidate", "verify"):
         words = [command, *(typed if command == "merge" else ()), best or path]
         click.echo(f"next: lora-tool {printable(shlex.join(words))}")

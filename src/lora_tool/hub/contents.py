@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from lora_tool.checkpoints import ADAPTER_WEIGHTS, AdapterDir, Checkpoint, Folder, ModelDir, unexpected
+from lora_tool.checkpoints import ADAPTER_WEIGHTS, AdapterDir, Checkpoint, Folder, ModelDir, saves_in, unexpected
 from lora_tool.checkpoints.kinds import matches
 from lora_tool.checkpoints.registry import sharded_kinds
 from lora_tool.core.errors import CorruptFile, PlanError
@@ -47,7 +47,7 @@ def pushable(checkpoint: Checkpoint) -> AdapterDir | ModelDir:
     """Return the checkpoint if its kind can be published. Raises `NotACheckpoint` naming what to do first."""
     if isinstance(checkpoint, AdapterDir | ModelDir):
         return checkpoint
-    inside = checkpoint.folder.checkpoints
+    inside = saves_in(checkpoint.folder)
     hint = f"lora-tool push {shlex.quote(str(checkpoint.root / inside[-1]))} REPO" if inside else None
     raise unexpected(checkpoint, "an adapter or a model", hint=hint)
 

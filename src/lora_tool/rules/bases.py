@@ -13,6 +13,7 @@ from lora_tool.checkpoints import (
     base_around,
     open_checkpoint,
     open_model,
+    saves_in,
 )
 from lora_tool.checkpoints.sources import local_folder, may_hold, resolve
 from lora_tool.core.errors import CheckpointError
@@ -54,7 +55,7 @@ def named_base(checkpoint: Checkpoint, near: Path | None = None) -> tuple[ModelD
 
 def last_adapter(run: RunDir) -> AdapterDir | None:
     """Return the adapter of the run's latest checkpoint that has one, None where none has."""
-    for name in reversed(run.folder.checkpoints):
+    for name in reversed(saves_in(run.folder)):
         try:
             opened = open_checkpoint(run.root / name)
         except CheckpointError:

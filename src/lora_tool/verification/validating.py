@@ -18,6 +18,7 @@ from lora_tool.checkpoints import (
     RunDir,
     ShardedDir,
     open_checkpoint,
+    saves_in,
     trained_among,
 )
 from lora_tool.checkpoints.named_adapters import NAMED_ADAPTERS
@@ -149,9 +150,11 @@ def findings_on(
         ask=class_tensors,
         names=partial(_names, sure=options.deep is True),
     )
-    if not isinstance(checkpoint, RunDir) and not (options.checkpoints and checkpoint.folder.checkpoints):
+    beside = options.checkpoints and not isinstance(checkpoint, ShardedDir)  # whose steps are judged with it
+    saves = saves_in(checkpoint.folder) if isinstance(checkpoint, RunDir) or beside else ()
+    if not saves:
         return _judged(checkpoint, judge, several)
-    inner = [_checkpoint_of_run(checkpoint.root / name, judge, several) for name in checkpoint.folder.checkpoints]
+    inner = [_checkpoint_of_run(checkpoint.root / name, judge, several) for name in saves]
     rows = [item for item, _ in inner]
     if isinstance(checkpoint, RunDir):
         whole = tuple(found for _, found in inner if found is not None)

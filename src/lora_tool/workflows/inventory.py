@@ -1,4 +1,4 @@
-"""All checkpoints under a folder with step, metric, sizes and verdict, and which of them `prune` may remove."""
+"""All checkpoints under a folder with step, metric, sizes and verdict."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import string
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -23,10 +23,11 @@ from lora_tool.checkpoints import (
     is_frozen,
     open_checkpoint,
     open_sharded,
+    other_formats,
 )
-from lora_tool.checkpoints.folders import is_numbered
+from lora_tool.checkpoints.folders import Folder, is_numbered, listed
 from lora_tool.checkpoints.kinds import matches, step_of
-from lora_tool.checkpoints.registry import holds_pieces, is_save, is_step, sharded_kinds
+from lora_tool.checkpoints.registry import holds_pieces, is_save, is_step, saves_in, sharded_kinds
 from lora_tool.core.choices import TextEnum
 from lora_tool.core.errors import CheckpointError, LoraToolError, UnsupportedCheckpoint
 from lora_tool.core.report.findings import RunCheckpoint
@@ -218,7 +219,10 @@ def _may_be_one(folder: Path, signs: Container[str]) -> bool:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries]
         return any(
-            name in signs or _content(name) is FileRole.WEIGHTS or (holds_pieces(name) and not is_step(name))
+            name in signs
+            or other_formats.is_known(name)
+            or _content(name) is FileRole.WEIGHTS
+            or (holds_pieces(name) and not is_step(name))
             for name in names
         )
     except PermissionError:
@@ -230,10 +234,8 @@ def _may_be_one(folder: Path, signs: Container[str]) -> bool:
 def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] | None:
     if is_save(folder):
         item, opened = judge_checkpoint(folder, criteria, run.base_of(folder.parent))
-        if not is_numbered(folder.name):
-            item = replace(item, step=step_of(folder.name)[0])
         return item, "unreadable" if opened is None else _kind_of(opened)
-    name = FINISHED if any(folder.glob("checkpoint-*")) else folder.name
+    name = FINISHED if saves_in(Folder(root=folder, files=(), folders=listed(folder))) else folder.name
     try:
         whole: Checkpoint = open_checkpoint(folder)
         if isinstance(whole, RunDir) or _is_root_of_saves(whole):
@@ -243,7 +245,7 @@ def _judged(folder: Path, run: _Run, criteria: Criteria) -> tuple[Judged, str] |
         )
     except (CheckpointError, UnsupportedCheckpoint, PermissionError) as error:
         report = unopened(str(folder), f"cannot be opened: {error}", chosen(criteria.select, criteria.ignore))
-        return judged(folder, name, report, None), "unreadable"
+        return judged(folder, name, report, None, refused=isinstance(error, UnsupportedCheckpoint)), "unreadable"
     except LoraToolError:
         return None
     return judged(folder, name, report, whole), _kind_of(whole)
@@ -288,108 +290,3 @@ def _content(name: str) -> FileRole:
         if matches(name, kind.optimizer):
             return FileRole.OPTIMIZER
     return FileRole.OTHER
-
-
-@enum.unique
-class Why(TextEnum):
-    """Why prune keeps or removes a checkpoint."""
-
-    BEST = "one of the best"
-    LAST = "one of the last"
-    FIRST = "the best; prune always keeps it"
-    RESUMABLE = "the newest from which training can go on; prune always keeps it"
-    NONE_VALID = "no checkpoint of the run is complete, but consolidate may still rescue one"
-    NEWER = "newer than the last complete one: it may still be being written"
-    LINK = "a link"
-    UNREADABLE = "you may not read it, so prune cannot tell whether it is broken"
-    NEWEST = "the run's own pointer names it"
-    REFUSED = "lora-tool does not read its layout or method, so prune cannot tell whether it is broken"
-    POINTED_AT = "a link leads to it"
-    INVALID = "broken"
-    INCOMPLETE = "not saved completely"
-    OLDER = "neither among the last nor among the best"
-
-
-KEPT = frozenset(Why) - {Why.INVALID, Why.INCOMPLETE, Why.OLDER}
-
-
-class PruneChoice(Struct, frozen=True, kw_only=True):
-    """What prune does with one checkpoint."""
-
-    checkpoint: Listed
-    why: Why
-
-    @property
-    def goes(self) -> bool:
-        return self.why not in KEPT
-
-    @property
-    def because(self) -> str:
-        """Why, with what its save lacks."""
-        lacks = self.checkpoint.row.incomplete
-        return f"{self.why}; it {lacks}" if lacks else str(self.why)
-
-
-def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iterator[PruneChoice]:
-    """Yield for each save of a run whether it is kept and why.
-
-    Every run keeps its last complete saves and its best good ones: the best one always, and always the newest one that
-    training can go on from. A run without a complete save keeps all of them, any other all that are newer than the last
-    complete one but those with wrong values in their weights. Only the saves of runs are chosen.
-    """
-    for run in runs:
-        listed = run.saves
-        own = [item for item in listed if not item.root.is_symlink()]
-        complete = [item for item in own if item.row.complete]
-        newest = listed.index(complete[-1]) if complete else 0
-        kept = {
-            Why.BEST: _best(own, keep_best),
-            Why.FIRST: _best(own, 1),
-            Why.LAST: complete[max(0, len(complete) - keep_last) :],
-            Why.RESUMABLE: [item for item in complete if item.row.resumable][-1:],
-            Why.NEWER: [item for item in listed[newest:] if not item.row.only_values],
-        }
-        roots = {why: {item.root for item in items} for why, items in kept.items()}
-        for item in listed:
-            yield PruneChoice(checkpoint=item, why=_why(item, roots, any_complete=bool(complete)))
-
-
-def _best(saves: Sequence[Listed], count: int) -> list[Listed]:
-    """Return the `count` best complete saves by the run's metric, and the incomplete ones that it puts before them.
-
-    Where no complete save has a place, the latest is the best.
-    """
-    places = sorted((item.row.rank, at) for at, item in enumerate(saves) if item.row.rank is not None)
-    complete = [item for item in saves if item.row.complete]
-    ranked = [*(saves[at] for _, at in places), *complete[-1:]]
-    best = [item for item in ranked if item.row.complete][:count]
-    return ranked[: ranked.index(best[-1]) + 1] if best else []
-
-
-def _why(item: Listed, roots: Mapping[Why, set[Path]], *, any_complete: bool) -> Why:
-    reasons = {
-        Why.LINK: item.root.is_symlink(),
-        Why.NONE_VALID: not any_complete,
-        Why.BEST: item.root in roots[Why.BEST],
-        Why.LAST: item.root in roots[Why.LAST],
-        Why.FIRST: item.root in roots[Why.FIRST],
-        Why.RESUMABLE: item.root in roots[Why.RESUMABLE],
-        Why.POINTED_AT: item.pointed_at,
-        Why.NEWEST: item.newest,
-        Why.OLDER: item.row.complete,
-        Why.REFUSED: not item.row.judged,
-        Why.UNREADABLE: not item.row.complete and not _may_be_read(item.root),
-        Why.NEWER: item.root in roots[Why.NEWER],
-        Why.INCOMPLETE: item.row.incomplete is not None,
-    }
-    return next((why for why, holds in reasons.items() if holds), Why.INVALID)
-
-
-def _may_be_read(folder: Path) -> bool:
-    """Return whether this user may read every file in the folder."""
-    refused: list[OSError] = []
-    for where, _, names in os.walk(folder, onerror=refused.append):
-        paths = (Path(where, name) for name in names)
-        if not all(os.access(path, os.R_OK) for path in paths if is_file(path)):
-            return False
-    return not refused

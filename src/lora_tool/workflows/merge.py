@@ -18,14 +18,15 @@ from lora_tool.checkpoints import (
     AdapterDir,
     Checkpoint,
     ModelDir,
+    NamedAdapters,
     RunDir,
-    adapters_below,
-    as_adapter,
+    ShardedDir,
     base_around,
-    is_frozen,
     open_checkpoint,
     open_model,
     require_whole,
+    saves_in,
+    trained_among,
 )
 from lora_tool.checkpoints.sources import (
     Reference,
@@ -151,7 +152,7 @@ def _better_than(finished: AdapterDir) -> str | None:
 
     None where none is, and for any other adapter.
     """
-    if not finished.folder.checkpoints:
+    if not saves_in(finished.folder):
         return None
     from lora_tool.rules.training.saves import better_checkpoint  # only for a run
     from lora_tool.verification.validating import validate
@@ -179,9 +180,10 @@ def _best_of_run(sources: Sequence[Source]) -> str | None:
     (table,) = validate(opened).runs
     if table.best is None:
         return None
-    named = [as_adapter(open_checkpoint(folder)) for folder in adapters_below(table.best)]
-    taken = next((adapter.root for adapter in named if not is_frozen(adapter)), Path(table.best))
-    return f"the best of its checkpoints ({table.why_best}): lora-tool merge {shlex.quote(str(taken))}"
+    best = open_checkpoint(table.best)
+    taken = trained_among(best)[0] if isinstance(best, NamedAdapters) else best
+    command = "consolidate" if isinstance(taken, ShardedDir) else "merge"
+    return f"the best of its checkpoints ({table.why_best}): lora-tool {command} {shlex.quote(str(taken.root))}"
 
 
 def _common_base(adapters: Sequence[AdapterDir], near: Path | None) -> Source:

@@ -11,7 +11,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from lora_tool.checkpoints import ShardedDir
-from lora_tool.checkpoints.fsdp import STEP
+from lora_tool.checkpoints.folders import is_called_save
 from lora_tool.checkpoints.states.file_facts import SavedTags
 from lora_tool.checkpoints.states.frozen_heads import is_new_head
 from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, varies
@@ -88,7 +88,7 @@ def dcp_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool
     module = tag if len(parts) == 1 and tag not in checkpoint.rank_files else None
     if tag is not None and module is None:
         parts = [tag]
-    several = () if tag or not all(map(STEP.match, parts)) else parts
+    several = () if tag or not all(map(is_called_save, parts)) else parts
     if several and or_newest:
         parts = parts[-1:]
     if len(parts) != 1 or parts[0] not in checkpoint.rank_files:

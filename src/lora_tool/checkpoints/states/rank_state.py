@@ -17,7 +17,7 @@ from lora_tool.checkpoints.states.dcp_state import flat_shapes
 from lora_tool.checkpoints.states.file_facts import FileFacts, NumberedFiles, SavedTags
 from lora_tool.checkpoints.states.state import TrainingState, base_layers_left_out, size_near
 from lora_tool.checkpoints.states.tags import choose_model, choose_tag, is_critic
-from lora_tool.checkpoints.verl import MODEL_FILE, POINTER, ranks_of
+from lora_tool.checkpoints.verl import MODEL_FILE, pointer_of, ranks_of
 from lora_tool.core.display import counted
 from lora_tool.core.tensors import DType, Span, StoredTensor, TensorTable
 from lora_tool.formats.distributed_tensors import DistributedTensor
@@ -127,7 +127,8 @@ class RankState(TrainingState, frozen=True, kw_only=True):
 
 def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
     """Return the state of one module of verl: the actor of the step that the run points at, or of `tag`."""
-    name = choose_tag(checkpoint, tag, or_newest=or_newest, pointer=POINTER, called="steps")
+    pointer = pointer_of(checkpoint.folder)
+    name = choose_tag(checkpoint, tag, or_newest=or_newest, pointer=pointer, called="steps")
     folder = _inside(checkpoint, name)
     matches = {file: match for file in checkpoint.rank_files[name] if (match := MODEL_FILE.match(file))}
     sizes = Counter(int(match["ranks"]) for match in matches.values())
@@ -137,7 +138,7 @@ def verl_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: boo
         (folder / file, int(match["ranks"])) for file, match in matches.items() if int(match["ranks"]) != ranks
     )
     steps = tuple(tag for tag in checkpoint.rank_files if not is_critic(tag))
-    saved = SavedTags(root=checkpoint.root, names=steps, latest=checkpoint.latest, pointer=POINTER)
+    saved = SavedTags(root=checkpoint.root, names=steps, latest=checkpoint.latest, pointer=pointer)
     title = f"verl checkpoint {folder}, {ranks} ranks"
     return replace(
         _state(checkpoint, name, paths, ranks=ranks, title=title), extra=extra, tags=saved if tag is None else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from lora_tool.checkpoints import AdapterDir, Folder, ModelDir
+from lora_tool.checkpoints import AdapterDir, Folder, ModelDir, saves_in
 from lora_tool.checkpoints.quantised import quantisation_table
 from lora_tool.checkpoints.registry import piece_folders
 from lora_tool.core.display import and_more
@@ -182,7 +182,7 @@ def other_tokenizers(adapters: Sequence[AdapterDir]) -> Iterator[str]:
 
 def left_out(base: ModelDir, copied: set[str]) -> Iterator[str]:
     """Yield notes on the base's files and folders that are neither weights nor copied, with its code apart."""
-    known = {*copied, *base.folder.checkpoints, *piece_folders(base.folder)}
+    known = {*copied, *saves_in(base.folder), *piece_folders(base.folder)}
     known.update(name.partition("/")[0] for name in copied)
     known.update(file.path.name for file in base.weights.files)
     if base.weights.index:

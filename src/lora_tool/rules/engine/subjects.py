@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from lora_tool.adapters.targeting import trained_for
 from lora_tool.adapters.view import AdapterView, HalfPair, LoraLayer, half_pair_in
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, RunDir
-from lora_tool.checkpoints.folders import renamed
+from lora_tool.checkpoints.folders import is_called_save, renamed
 from lora_tool.core.choices import Choice
 from lora_tool.core.errors import Defect, Problem
 from lora_tool.core.tensors import StoredTensor, TensorSpec, TensorTable
@@ -113,7 +113,7 @@ class Subject(Struct, frozen=True, kw_only=True, eq=False):
             case Matter.LOG | Matter.RUN:
                 return self.checkpoint.folder.trainer is not None
             case Matter.SAVE:
-                return self.checkpoint.folder.is_numbered or self.checkpoint.folder.is_in_progress
+                return is_called_save(self.checkpoint.folder.name) or self.checkpoint.folder.is_in_progress
             case Matter.DEVIATION:
                 return False
             case defect:

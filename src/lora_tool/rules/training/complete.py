@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lora_tool.checkpoints import open_sharded
-from lora_tool.checkpoints.folders import Folder, is_numbered, listed
-from lora_tool.checkpoints.kinds import matches, read_pointer, step_of
+from lora_tool.checkpoints.folders import Folder, is_called_save, listed
+from lora_tool.checkpoints.kinds import matches, read_pointer, stem_of, step_of
 from lora_tool.checkpoints.registry import holds_rank_files
 from lora_tool.core.errors import CheckpointError, CorruptFile, UnsupportedCheckpoint
+from lora_tool.core.progress import Progress
 from lora_tool.formats.files import open_regular, read_all, read_at
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
@@ -41,35 +42,41 @@ _NEAREST = 10
 _CHUNK_BYTES = 1 << 20
 
 
-def incomplete_reason(folder: Folder, *, deep: bool = False) -> str | None:
+def incomplete_reason(folder: Folder, *, deep: bool = False, progress: Progress = lambda _: None) -> str | None:
     """Return why not all that a program writes into a save is there, whole; None for a complete one and other folders.
 
-    `deep` reads every byte of the optimizer's and the other states.
+    `deep` reads every byte of the optimizer's and the other states; `progress` is called with as many as were read.
     """
     interrupted = interrupted_reason(folder)
-    if interrupted is not None or not folder.is_numbered:
+    if interrupted is not None or not is_called_save(folder.name):
         return interrupted
-    return broken_state(folder, deep=deep) or _lost_state(folder)
+    return broken_state(folder, deep=deep, progress=progress) or _lost_state(folder)
+
+
+def state_bytes(folder: Folder) -> int:
+    """Return how many bytes a deep `incomplete_reason` reads, about."""
+    paths = (folder.root / name for name in filter(_TORCH_STATES.match, folder.files))
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def interrupted_reason(folder: Folder) -> str | None:
     """Return why a save ended before its end, by its name and by what its program writes last; None if it did not."""
     if folder.is_in_progress:
         return "has the name of a save in progress, which its program renames when all is written"
-    if not folder.is_numbered or folder.trainer is not None:
+    if not is_called_save(folder.name) or folder.trainer is not None:
         return None
     if TRAINER_STATE in folder.files:
         return f"holds a {TRAINER_STATE} that cannot be read"
-    by_trainer = any(map(_TRAINERS_OWN.match, folder.files))
+    by_trainer = folder.is_numbered and any(map(_TRAINERS_OWN.match, folder.files))
     if by_trainer or any(TRAINER_STATE in other.files for other in _others(folder)):
         return f"has no {TRAINER_STATE}, which the Trainer writes last, so it was not saved completely"
     return None
 
 
-def broken_state(folder: Folder, *, deep: bool) -> str | None:
+def broken_state(folder: Folder, *, deep: bool, progress: Progress = lambda _: None) -> str | None:
     """Return which of the files that a run resumes from is cut off or missing, where the others say that it was there."""
     for name in filter(_TORCH_STATES.match, folder.files):
-        if not _is_whole(folder.root / name, deep=deep):
+        if not _is_whole(folder.root / name, deep=deep, progress=progress):
             return f"holds {name}, which is not a complete torch.save file"
     for name in filter(_OPTIMIZER_FOLDER.match, folder.folders):
         lost = _lost_piece(folder.root / name)
@@ -141,10 +148,10 @@ def _lost_state(folder: Folder) -> str | None:
 
 
 def _others(folder: Folder) -> Iterator[Folder]:
-    """Yield the names in other `checkpoint-N` of the same run, the nearest first."""
+    """Yield the names in other saves of the same run, the nearest first."""
     run = folder.root.absolute().parent
-    step, _ = step_of(folder.name)
-    others = (name for name in listed(run) if is_numbered(name) and name != folder.name)
+    step, stem = step_of(folder.name)[0], stem_of(folder.name)
+    others = (name for name in listed(run) if stem_of(name) == stem and name != folder.name)
     for name in sorted(others, key=lambda other: abs(step_of(other)[0] - step))[:_NEAREST]:
         names = listed(run / name)
         yield Folder(root=run / name, files=names, folders=names)
@@ -179,7 +186,7 @@ _STATES: Mapping[str, Callable[[Folder], bool]] = {
 """What a run is resumed from besides its log → whether a save has it."""
 
 
-def _is_whole(path: Path, *, deep: bool) -> bool:
+def _is_whole(path: Path, *, deep: bool, progress: Progress) -> bool:
     """Return whether a torch file has its directory, which is at its end; `deep` compares every checksum, too."""
     import zipfile  # only saves of runs need it
 
@@ -190,8 +197,8 @@ def _is_whole(path: Path, *, deep: bool) -> bool:
             for entry in file.infolist() if deep else ():
                 if entry.CRC:  # `torch.serialization.set_crc32_options(False)` writes 0
                     with file.open(entry) as content:
-                        while content.read(_CHUNK_BYTES):
-                            pass
+                        while chunk := content.read(_CHUNK_BYTES):
+                            progress(len(chunk))
             return True
     except (OSError, zipfile.BadZipFile, EOFError, NotImplementedError):
         return False

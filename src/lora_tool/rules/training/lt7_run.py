@@ -321,9 +321,9 @@ def run_stood_still(subject: RunSubject) -> Iterator[Fault]:
 def save_incomplete(subject: Subject) -> Iterator[Fault]:
     """A checkpoint that was not saved completely.
 
-    What it does: Looks in a `checkpoint-N` for what the HF Trainer writes after the weights: the optimizer's, the
-    scheduler's and the random states as whole torch files, those of every rank, the tag that `latest` names, and at
-    last `trainer_state.json`. With `--deep` their checksums are compared. What the other checkpoints of the run do not
+    What it does: Looks in a save of a run for what the HF Trainer and accelerate write after the weights: the
+    optimizer's, the scheduler's and the random states as whole torch files, those of every rank, the tag that `latest`
+    names, and in a `checkpoint-N` at last `trainer_state.json`. With `--deep` their checksums are compared. What the other checkpoints of the run do not
     have either is not missed.
     Why it matters: The run was killed, or the disk was full, while it saved. The weights may load, but no training can
     go on from it. `prune` does not count it among the last, and it is never the best.

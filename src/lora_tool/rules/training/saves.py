@@ -20,7 +20,8 @@ from lora_tool.checkpoints import (
     adapter_name,
     open_checkpoint,
 )
-from lora_tool.checkpoints.folders import Folder, read_folder
+from lora_tool.checkpoints.folders import Folder, is_called_save, read_folder
+from lora_tool.checkpoints.kinds import step_of
 from lora_tool.core.errors import CheckpointError
 from lora_tool.core.report.findings import Finding, Run, RunCheckpoint, Severity
 from lora_tool.core.report.model import Report
@@ -92,6 +93,7 @@ def judged(
         name=name,
         state=state,
         report=report,
+        step=step_of(name)[0] if is_called_save(name) else None,
         adapters=tuple(map(adapter_name, opened.adapters)) if isinstance(opened, NamedAdapters) else (),
         refused=refused,
         incomplete=incomplete,
@@ -126,11 +128,12 @@ def _unresumable_reason(opened: Checkpoint, *, deep: bool) -> str | None:
         own = folder.trainer is None or opened.kind.resumed_by_trainer
         return None if own else f"is {opened.kind.with_article}, from which transformers' Trainer cannot resume"
     if folder.trainer is None:
-        own = any(map(_ACCELERATE.match, folder.files)) or has_optimizer_of_ranks(folder)
+        has_own = has_optimizer_of_ranks if folder.is_numbered else has_optimizer
+        own = any(map(_ACCELERATE.match, folder.files)) or has_own(folder)
         return None if own else f"has no {TRAINER_STATE}, so no Trainer can resume from it"
     if not has_optimizer(folder):
         return "has no optimizer state (save_only_model), so resuming would start with a new optimizer"
-    return None if folder.is_numbered else broken_state(folder, deep=deep)
+    return None if is_called_save(folder.name) else broken_state(folder, deep=deep)
 
 
 def run_table(root: Path, saves: Sequence[Judged], *, log: TrainerState | None = None) -> Run:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lora_tool.adapters.view import HalfPair, half_pairs_among
 from lora_tool.checkpoints import ShardedDir
 from lora_tool.checkpoints.folders import is_numbered, listed
-from lora_tool.checkpoints.kinds import step_of
+from lora_tool.checkpoints.kinds import stem_of, step_of
 from lora_tool.checkpoints.registry import is_save, is_step
 from lora_tool.checkpoints.states.training_state import training_state
 from lora_tool.core.display import from_here
@@ -152,7 +151,6 @@ def _unwatched(_: int) -> contextlib.AbstractContextManager[Callable[[int], None
 COPY = "copy each rank's files from the machine that wrote them: every node saves those of its own ranks"
 _DEEPEST = 4
 """Folders from a rank file up to the save that it belongs to: `iter_N/actor/model/dist_ckpt` lies deepest."""
-_NUMBER = re.compile(r"\d+")
 
 
 @lru_cache(maxsize=64)  # a file may have a million faults, each with this hint
@@ -180,7 +178,7 @@ def another_save(path: Path, *, earlier: bool = False) -> str:
 
 def _alike(save: Path) -> Iterator[str]:
     """Yield the names of the save's sibling folders that differ from its name only in the number."""
-    stem = _NUMBER.sub("", save.name)
+    stem = stem_of(save.name)
     for name in listed(save.parent):
-        if name != save.name and _NUMBER.sub("", name) == stem and is_save(save.parent / name):
+        if name != save.name and stem_of(name) == stem and is_save(save.parent / name):
             yield name

@@ -24,6 +24,7 @@ from lora_tool.checkpoints import (
     is_frozen,
     open_checkpoint,
     open_sharded,
+    saves_in,
 )
 from lora_tool.checkpoints.registry import is_save
 from lora_tool.checkpoints.sources import Wanted, located
@@ -112,7 +113,7 @@ def _look(folder: Path) -> _Looked:
         frozen=isinstance(opened, AdapterDir) and is_frozen(opened),
         consolidated_from=_consolidated_from(folder) if isinstance(opened, AdapterDir) else None,
         may_consolidate=isinstance(opened, ShardedDir) or has_rank_files(opened),
-        bare=isinstance(opened, AdapterDir) and not opened.tensors and bool(opened.folder.checkpoints),
+        bare=isinstance(opened, AdapterDir) and not opened.tensors and bool(saves_in(opened.folder)),
     )
 
 

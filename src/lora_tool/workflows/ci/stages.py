@@ -19,6 +19,7 @@ from lora_tool.checkpoints import (
     ShardedDir,
     open_checkpoint,
     open_sharded,
+    saves_in,
 )
 from lora_tool.checkpoints.sources import Wanted, located, may_hold, opened_model, several_adapters, unfetched
 from lora_tool.core.display import as_options, counted, size
@@ -99,7 +100,7 @@ class Stages:
             self._root, why = self._best(opened)
             opened = open_checkpoint(self._root)
             summary = f"run folder {job.checkpoint}: taking {self._root.name} ({why})"
-        elif opened.folder.checkpoints:
+        elif isinstance(opened, AdapterDir | ModelDir) and saves_in(opened.folder):
             summary += _better_than(opened, self._judged(opened, checkpoints=True).runs[0])
         if isinstance(opened, NamedAdapters):
             if len(opened.adapters) > 1:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from lora_tool.checkpoints import Folder
+from lora_tool.checkpoints import Folder, saves_in
 from lora_tool.checkpoints.folders import read_folder
 from lora_tool.core.errors import CheckpointError
 from lora_tool.formats.trainer_state import TrainerState
@@ -59,7 +59,7 @@ def trainer_state_of(folder: Folder) -> TrainerState | None:
     """Return the state that a run left in its folder, else that of its latest checkpoint which has one."""
     if folder.trainer:
         return folder.trainer
-    for name in reversed(folder.checkpoints):
+    for name in reversed(saves_in(folder)):
         try:
             state = read_folder(folder.root / name).trainer
         except CheckpointError:

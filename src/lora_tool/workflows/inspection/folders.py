@@ -21,6 +21,7 @@ from lora_tool.checkpoints import (
     RunDir,
     ShardedDir,
     open_checkpoint,
+    saves_in,
     trained_among,
 )
 from lora_tool.checkpoints.quantised import as_matrices
@@ -83,7 +84,7 @@ def _common(checkpoint: Checkpoint) -> dict[str, Any]:
         "versions": versions_of(checkpoint),
         "training": _training(trainer),
         "curves": training_curves(trainer) if trainer else {},
-        "checkpoints": tuple(_checkpoint_row(folder, name) for name in folder.checkpoints),
+        "checkpoints": tuple(_checkpoint_row(folder, name) for name in saves_in(folder)),
         "problems": tuple(map(str, checkpoint.problems)),
     }
 
@@ -110,7 +111,7 @@ def _run(run: RunDir) -> RunInspection:
 
 
 def _latest(run: RunDir) -> Inspection | None:
-    for name in reversed(run.folder.checkpoints):
+    for name in reversed(saves_in(run.folder)):
         try:
             opened = open_checkpoint(run.root / name)
         except CheckpointError:
