@@ -211,8 +211,8 @@ def read_pointer(path: Path) -> str | None:
         return None
 
 
-_STEPS = re.compile(r"(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=]?(\d{1,18})", re.IGNORECASE)
-_LAST_NUMBER = re.compile(r"(\d{1,18})\Z")
+_COUNTED = re.compile(r"(step|iter|iteration|epoch|checkpoint|ckpt)[-_=]?(\d{1,18})", re.IGNORECASE)
+_LAST_NUMBER = re.compile(r"()(\d{1,18})\Z")
 
 
 def step_of(name: str) -> tuple[int, str]:
@@ -220,8 +220,13 @@ def step_of(name: str) -> tuple[int, str]:
 
     It is 0 for a name without either.
     """
-    steps = _STEPS.findall(name) or _LAST_NUMBER.findall(name)
-    return int(steps[-1]) if steps else 0, name
+    steps = _COUNTED.findall(name) or _LAST_NUMBER.findall(name)
+    return int(steps[-1][1]) if steps else 0, name
+
+
+def counts_epochs(name: str) -> bool:
+    """Return whether the number of `step_of` is an epoch's, which is neither before nor after any step."""
+    return [word.lower() for word, _ in _COUNTED.findall(name)][-1:] == ["epoch"]
 
 
 def stem_of(name: str) -> str:

@@ -16,7 +16,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from lora_tool.checkpoints.folders import read_folder
-from lora_tool.checkpoints.kinds import stem_of
+from lora_tool.checkpoints.kinds import counts_epochs
 from lora_tool.checkpoints.path_suggestions import probably_meant
 from lora_tool.checkpoints.sources import unfetched
 from lora_tool.core.choices import TextEnum, count, flag
@@ -95,11 +95,11 @@ def choose(runs: Iterable[Inventory], *, keep_last: int, keep_best: int) -> Iter
 
 
 def _last(complete: Sequence[Listed], count: int) -> list[Listed]:
-    """Return the last `count` complete saves; of each kind, as nothing tells whether `epoch_2` is after `step_500`."""
-    by_stem: dict[str, list[Listed]] = defaultdict(list)
+    """Return the last `count` complete saves, of epochs and of steps: nothing tells whether `epoch_2` is after `step_500`."""
+    counted: dict[bool, list[Listed]] = defaultdict(list)
     for item in complete:
-        by_stem[stem_of(item.root.name)].append(item)
-    return [item for items in by_stem.values() for item in items[max(0, len(items) - count) :]]
+        counted[counts_epochs(item.root.name)].append(item)
+    return [item for items in counted.values() for item in items[max(0, len(items) - count) :]]
 
 
 def _best(saves: Sequence[Listed], count: int) -> list[Listed]:
@@ -171,8 +171,8 @@ def prune(
     """Return which checkpoints of the runs under `root` stay and which go, and with `apply` remove or move these.
 
     `criteria` say which are valid; of saves for the sake of which others go, every byte of the optimizer's and the other
-    states is read, under `progress`. `gone` is called with each as it is removed. A run whose files change meanwhile is judged again before
-    anything more of it is removed. Raises `NotACheckpoint` where `root` is no folder of this disk,
+    states is read, under `progress`. `gone` is called with each as it is removed. A run whose files change meanwhile is
+    judged again before anything more of it is removed. Raises `NotACheckpoint` where `root` is no folder of this disk,
     `ExecutionError` for what cannot be removed, `OutputExists` for what the trash holds already.
     """
     trash, root = None if options.trash is None else Path(options.trash), _on_this_disk(os.fspath(root))
