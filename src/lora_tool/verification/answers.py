@@ -9,8 +9,8 @@ from lora_tool.core.errors import MissingDependency
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.merge.provenance import Provenance
 from lora_tool.rules.merged.evidence import OutputEvidence
+from lora_tool.verification.inputs import Inputs, tokenized
 from lora_tool.verification.models import Models, asking
-from lora_tool.verification.prompts import Inputs, tokenized
 
 try:
     import torch

@@ -19,6 +19,7 @@ from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.merge.model.reading import plain_row
 from lora_tool.plans.merge.provenance import Provenance
 from lora_tool.verification.elements import Files
+from lora_tool.verification.inputs import tokenizer_in
 from lora_tool.verification.layers import (
     Noise,
     NotStreamable,
@@ -29,7 +30,6 @@ from lora_tool.verification.layers import (
     stream,
     with_adapters,
 )
-from lora_tool.verification.prompts import tokenizer_in
 
 try:
     import torch
