@@ -16,7 +16,7 @@ _SLOW_IMPORT = re.compile(
     re.MULTILINE,
 )
 
-_RUN_A_MODEL = ("[LT620]", "[LT625]")
+_RUN_A_MODEL = ("[LT620]", "[LT625]", "[LT824]")
 """Ends of the names of tests that import torch all the same, to ask a model."""
 
 

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from lora_tool.core.errors import OutOfSpace as OutOfSpace
     from lora_tool.core.errors import OutputExists as OutputExists
     from lora_tool.core.errors import PlanError as PlanError
+    from lora_tool.core.errors import ServerError as ServerError
+    from lora_tool.core.errors import ServerUnreachable as ServerUnreachable
     from lora_tool.core.errors import SourceChanged as SourceChanged
     from lora_tool.core.errors import UnknownRule as UnknownRule
     from lora_tool.core.errors import UnsupportedAdapter as UnsupportedAdapter
@@ -114,7 +116,7 @@ _HOMES = {
     "core.errors": """BadConfig BrokenFile BrokenPlugin CheckpointError CorruptFile ExecutionError FindingsFound
         HubConflict HubError HubRefused HubUnreachable IncompatibleBase IncompleteCheckpoint
         LoraToolError MissingDependency NotACheckpoint OnlyInMemory OutOfSpace OutputExists PlanError
-        SourceChanged UnknownRule UnsupportedAdapter UnsupportedCheckpoint VerificationFailed
+        ServerError ServerUnreachable SourceChanged UnknownRule UnsupportedAdapter UnsupportedCheckpoint VerificationFailed
         WrongCall WrongValue""",
     "core.progress": "Progress StageWatch",
     "core.report.findings": "Finding Severity",

@@ -17,7 +17,7 @@ NOT_OURS = ("cli",)
 """Rooms that speak to a command line only."""
 OPTION = re.compile(r"(?<![\w`-])(?:--[a-z][\w-]*|-o\b)")
 COMMAND = re.compile(
-    r"\b(?:lora-tool [a-z]+|vllm serve|hf [a-z]+|mlx_lm\.\w+|python -m|pip (?:un)?install|ulimit|wsl)\b"
+    r"\b(?:lora-tool [a-z]+|vllm serve|llama-server|hf [a-z]+|mlx_lm\.\w+|python -m|pip (?:un)?install|ulimit|wsl)\b"
 )
 """A whole command, which is copied as it is: its options are those of a shell."""
 

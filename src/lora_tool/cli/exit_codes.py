@@ -17,8 +17,8 @@ MEANINGS = {
     FINDINGS: "findings; of a training: it was refused, stopped, or its result is bad",
     USAGE: "usage error, such as an unknown option; the closest one is suggested",
     CANNOT: "an input cannot be read, or the request cannot be carried out",
-    4: "the Hub refused",
-    FAILED_CHECK: "the written output is wrong",
+    4: "the Hub or a server refused",
+    FAILED_CHECK: "the written output, or what a server serves, is wrong",
     6: "conflict: the output exists, or somebody else changed the repository",
     7: "network failure or overload: a retry may succeed",
     INTERRUPTED: "interrupted",
@@ -36,6 +36,8 @@ _BY_ERROR: tuple[tuple[type[errors.LoraToolError], int], ...] = (
     (errors.HubConflict, 6),
     (errors.HubUnreachable, 7),
     (errors.HubError, 4),
+    (errors.ServerUnreachable, 7),
+    (errors.ServerError, 4),
     (errors.LoraToolError, CANNOT),
 )
 

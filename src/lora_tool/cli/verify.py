@@ -62,8 +62,9 @@ def command(
 
     Every tensor is checked: one that the adapter does not change must have the base's bytes, any other must be W + ΔW,
     computed again. An adapter that `combine`, `resize`, `prepare`, `extract` or `convert` wrote is compared with what
-    it was made from. Several folders are verified one after the other, with a table at the end. The exit code is 5 if a
-    tensor is wrong, and 1 if only --min-accuracy is missed. Options can be set in the [verify] table of lora-tool.toml.
+    it was made from; with --served, a running server is asked whether it applies it. Several folders are verified one
+    after the other, with a table at the end. The exit code is 5 if a tensor is wrong, or the base is served, and 1 if
+    only --min-accuracy is missed. Options can be set in the [verify] table of lora-tool.toml.
     """
     rules = rule_choice(ctx, configured(ctx))
     level = Level.SAMPLE if typed["sample"] else Level.FULL
@@ -87,7 +88,8 @@ def command(
     if verification.report.findings or not quiet:
         shown = _text(verification, form, reporting.least, tensors=tensors, color=wants_colour())
         (say if form is Form.TEXT else click.echo)(shown)
-        if form is Form.TEXT and not verification.report.at_least(Severity.WARNING):
+        sound = not verification.report.at_least(Severity.WARNING)
+        if form is Form.TEXT and sound and verification.served is None:
             click.echo(f"next: lora-tool push {printable(shlex.quote(folder))} OWNER/NAME")
     if plot is not None and verification.pairs is not None:
         from lora_tool.workflows.drawing import drawer

@@ -22,6 +22,8 @@
     │   ├── HubRefused             permission is missing, or the request is not accepted
     │   ├── HubConflict            somebody else's change is in the way
     │   └── HubUnreachable         network, overload or rate limit: a retry may succeed
+    ├── ServerError                an inference server did not answer what was asked
+    │   └── ServerUnreachable      network, overload or time: a retry may succeed
     ├── WrongValue                 an argument has a value that is not allowed
     │   └── UnknownRule            no rule has the code that was given
     ├── WrongCall                  a function has no such argument, or lacks one
@@ -230,6 +232,14 @@ class HubConflict(HubError):
 
 class HubUnreachable(HubError):
     """Network, overload or rate limit. It may be unknown whether the request was carried out; a retry may succeed."""
+
+
+class ServerError(LoraToolError):
+    """An inference server did not answer what was asked. The message never holds the key."""
+
+
+class ServerUnreachable(ServerError):
+    """The server did not answer in time, or is overloaded; a retry may succeed."""
 
 
 class WrongValue(LoraToolError, ValueError):

@@ -41,7 +41,7 @@ from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values  # noqa: F4
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.rules.model import lt3_functions, lt3_model_ends, lt3_tensors, lt3_tokenizers  # noqa: F401
 from lora_tool.rules.model.lt3_tensors import is_wrapped
-from lora_tool.rules.serving import lt8_beside, lt8_form, lt8_names  # noqa: F401
+from lora_tool.rules.serving import lt8_beside, lt8_form, lt8_names, lt8_served  # noqa: F401
 from lora_tool.rules.shared.base_match import as_in_memory, match_base, same_names, with_names_in_memory
 from lora_tool.rules.training import lt4_contents, lt4_rank_files, lt4_values, lt7_run  # noqa: F401
 from lora_tool.rules.training.sharded_subject import ShardedSubject, sharded_subject

@@ -21,6 +21,7 @@ from lora_tool.rules.judging import Judge
 from lora_tool.rules.merged.evidence import OutputEvidence, TensorEvidence, Verdict
 from lora_tool.rules.merged.pairs import PairEvidence, Ranking
 from lora_tool.rules.merged.subject import MergedSubject
+from lora_tool.rules.serving.asked import ServedEvidence
 from lora_tool.verification.levels import Level
 
 OWN_RULES = ("LT1", "LT6")
@@ -45,6 +46,8 @@ class Verification(Shown, Struct, frozen=True, kw_only=True):
     """The answers of both models, if `logits` was requested."""
     pairs: PairEvidence | None = None
     """How both models ranked the `pairs`, if any were given."""
+    served: ServedEvidence | None = None
+    """What a server answered with the adapter in the folder; nothing else is compared then."""
 
     def __repr__(self) -> str:
         return f"Verification({str(self.merged)!r}: {len(self.evidence)} tensors, {self.report.counts()})"
@@ -64,6 +67,7 @@ class Verification(Shown, Struct, frozen=True, kw_only=True):
                 "precision": self.precision.value if self.precision else None,
                 "outputs": _outputs_json(self.outputs),
                 "pairs": _pairs_json(self.pairs),
+                "served": None if self.served is None else _served_json(self.served),
                 "per_tensor": [_tensor_json(found) for found in self.evidence.values()],
             },
         }
@@ -125,6 +129,9 @@ _KEPT = {
 
 def verification_lines(verification: Verification, *, tensors: bool = False) -> Iterator[str]:
     """Yield what was compared and how near it is; with `tensors` a line for each tensor."""
+    if verification.served is not None:
+        yield from _served_lines(verification.served)
+        return
     how = "every value" if verification.level is Level.FULL else "samples"
     inputs = [str(from_here(Path(each))) for each in (verification.base, *verification.adapters) if each]
     against = f" with {' + '.join(inputs)}" if verification.base else ""
@@ -200,6 +207,23 @@ def _ranking_line(ranking: Ranking) -> str:
     lost = f"; {counted(ranking.without_number, 'pair')} without a finite reward" if ranking.without_number else ""
     margin = f"margin {ranking.mean_margin:.4g} on average, median {ranking.median_margin:.4g}"
     return f"accuracy {ranking.accuracy:.3f} (95% {low:.3f} to {high:.3f}), {margin}{ties}{lost}"
+
+
+def _served_lines(found: ServedEvidence) -> Iterator[str]:
+    """Yield what a server answered with an adapter and without it."""
+    yield printable(
+        f"asked {found.url} for the next token after {found.inputs}: `{found.adapter}`, and its base `{found.base}`"
+    )
+    yield (
+        f"  {found.values} log probabilities differ by {found.moved:.3g}, those of two answers to one request by "
+        f"{found.noise:.3g}"
+    )
+    if found.peft is not None:
+        near = "within" if found.peft.adapter <= found.peft.allowed else "BEYOND"
+        yield (
+            f"  PEFT's differ by {found.peft.expected:.3g}; the server's are {found.peft.adapter:.3g} from PEFT's at "
+            f"most, {near} {found.peft.allowed:.2g}"
+        )
 
 
 def _tensor_line(found: TensorEvidence, width: int) -> str:
@@ -284,6 +308,12 @@ def _pairs_json(found: PairEvidence | None) -> dict[str, Any] | None:
             "lines": found.lines,
         }
     )
+    return table
+
+
+def _served_json(found: ServedEvidence) -> dict[str, Any]:
+    peft = None if found.peft is None else asdict(found.peft) | {"allowed": found.peft.allowed}
+    table: dict[str, Any] = json_data(asdict(found) | {"applied": found.applied, "peft": peft})
     return table
 
 

@@ -1,4 +1,6 @@
-"""Verifying folders: a merged model compared with its base and adapters, a computed adapter with what it was made of."""
+"""Verifying folders: a merged model compared with its base and adapters, a computed adapter with what it was made of,
+a served adapter with its base.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from lora_tool.checkpoints import ModelDir, open_model
-from lora_tool.checkpoints.sources import Reference, Wanted, located, opened_model
+from lora_tool.checkpoints.sources import Reference, Wanted, located, opened_adapter, opened_model
 from lora_tool.core.choices import flag, proportion
 from lora_tool.core.errors import LoraToolError, WrongValue, of_system, require_packages
 from lora_tool.core.hub_names import ANYWHERE
 from lora_tool.core.options import Options, Section, option
 from lora_tool.core.report.model import Report, Unread
 from lora_tool.plans.core.options import JobsOptions, SpreadOptions
+from lora_tool.rules.bases import named_base
+from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.options import SelectOptions
 from lora_tool.verification.levels import Level
 from lora_tool.verification.verified import Verification
@@ -64,6 +68,12 @@ def read_given_pairs(options: PairOptions) -> Pairs | None:
     return read_pairs(Path(options.pairs), least=options.min_accuracy)
 
 
+def _server_url(given: object) -> str:
+    from lora_tool.verification.openai_server import server_url  # a client of HTTP, where one is wanted
+
+    return server_url(given)
+
+
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(JobsOptions, SelectOptions, SpreadOptions, PairOptions):
     """The options of a verification. Raises `WrongValue` for prompts that nothing is asked."""
@@ -89,15 +99,38 @@ class VerifyOptions(JobsOptions, SelectOptions, SpreadOptions, PairOptions):
     logits: bool = option(default=False, text="Also run both models and compare their answers.", parse=flag)
     prompts: str | os.PathLike[str] | Sequence[str] | None = option(
         None,
-        "Prompts for `logits`, in a file: one per line, or .jsonl.  [default: eight short ones]",
+        "Prompts for `logits` and `served`, in a file: one per line, or .jsonl.  [default: eight short ones]",
         metavar="FILE",
         existing=True,
     )
 
+    served: str | None = option(
+        None,
+        "Ask this running server (vLLM, SGLang, llama.cpp, …) whether it applies the adapter, instead of comparing "
+        "files.",
+        parse=_server_url,
+        metavar="URL",
+    )
+    served_name: str | None = option(
+        None,
+        "The server's name for the adapter.  [default: the one it loaded from this folder, or its only one]",
+        metavar="NAME",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.prompts is not None and not self.logits:
-            raise WrongValue("`prompts=FILE` needs `logits=True`")
+        if self.prompts is not None and not self.logits and self.served is None:
+            raise WrongValue("`prompts=FILE` needs `logits=True` or `served=URL`")
+        if self.served is None and self.served_name is not None:
+            raise WrongValue("`served_name=NAME` needs `served=URL`")
+        given = {
+            "adapters=ADAPTER": self.adapters,
+            "pairs=FILE": self.pairs,
+            "level=sample": self.level == Level.SAMPLE,
+        }
+        for argument, value in given.items() if self.served is not None else ():
+            if value:
+                raise WrongValue(f"`{argument}` is for merged models; `served=URL` asks a server about one adapter")
 
 
 class VerifiedOne(Struct, frozen=True, kw_only=True):
@@ -138,6 +171,8 @@ def verify(
 
     spread = options.spread
     spread.require()
+    if options.served is not None:
+        return _verify_served(merged, options.served, options)
     pairs = read_given_pairs(options)
     if isinstance(merged, str | os.PathLike):
         merged = located(merged, Wanted.MODEL).path
@@ -157,6 +192,19 @@ def verify(
         spread=spread,
         watch=caller.progress,
     )
+
+
+def _verify_served(adapter: Reference, url: str, options: VerifyOptions) -> Verification:
+    from lora_tool.verification.served import Question, verify_served  # where it is asked for
+
+    rules = chosen(options.select, options.ignore)
+    opened = opened_adapter(adapter)
+    base: ModelDir | str | None
+    base, why_no_base = (
+        named_base(opened) if options.base is None else (opened_model(options.base, near=opened.root), "")
+    )
+    question = Question(url=url, name=options.served_name, prompts=_prompts(options), run_models=options.logits)
+    return verify_served(opened, base or why_no_base, question, rules)
 
 
 def _verify_computed(
@@ -181,7 +229,7 @@ def _verify_computed(
 def _prompts(options: VerifyOptions) -> Sequence[str] | None:
     if not isinstance(options.prompts, str | os.PathLike):
         return options.prompts
-    from lora_tool.verification.prompts import read_prompts  # torch, only where given
+    from lora_tool.verification.prompts import read_prompts  # only where given
 
     return read_prompts(Path(options.prompts))
 

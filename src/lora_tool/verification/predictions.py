@@ -1,0 +1,90 @@
+"""The next tokens that a base predicts, with an adapter and without it, as transformers and PEFT compute them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from lora_tool.checkpoints import AdapterDir, ModelDir
+from lora_tool.core.errors import MissingDependency, UnsupportedAdapter
+from lora_tool.plans.merge.provenance import Provenance
+from lora_tool.rules.serving.asked import PeftEvidence
+from lora_tool.verification.inputs import tokenized, tokenizer_in
+from lora_tool.verification.models import Models, asking
+from lora_tool.verification.openai_server import MOST, Answer, farthest
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingDependency("torch", extra="merge") from error
+
+_OPTION = "--served"
+_HOLE = "\ufffd"
+"""What a token is written as that is a part of a character."""
+
+
+class Predictions(Models):
+    """The prompts as token ids, and the log probabilities of every token after each."""
+
+    def __init__(self, adapter: AdapterDir, base: ModelDir, prompts: Sequence[str] | None) -> None:
+        provenance = Provenance(merged=base, base=base, adapters=(adapter,))
+        super().__init__(provenance, provenance.plan_or_why_not()[0], _OPTION)
+        if self._classifier:
+            raise UnsupportedAdapter(f"{base.root} is a classifier, which predicts no tokens")
+        text = self._config.get_text_config()
+        if getattr(text, "pad_token_id", None) is None:
+            text.pad_token_id = 0
+        self._folders = [adapter.root, base.root]
+        found = tokenized(self._folders, prompts, vocab_size=text.vocab_size, pad_id=text.pad_token_id)
+        self.what = found.what
+        self.ids: list[list[int]] = [
+            row[:length].tolist() for row, length in zip(found.ids, found.mask.sum(dim=1).tolist(), strict=True)
+        ]
+
+    def compared(self, served: Sequence[Answer], served_base: Sequence[Answer]) -> PeftEvidence:
+        """Return how far a server's answers to the `ids` are from those of PEFT, which runs both models for this.
+
+        Raises `UnsupportedAdapter` as `asking`, and for tokens that are said by a text that more than one has.
+        """
+        one, other = self._by_id(served), self._by_id(served_base)
+        (adapter, base), _ = asking(lambda: self._run(self._both), self._provenance.base.root, _OPTION)
+        return PeftEvidence(
+            expected=farthest(_likeliest(adapter), _likeliest(base)),
+            adapter=_farthest(one, adapter),
+            base=_farthest(other, base),
+        )
+
+    def _both(self, *, streamed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._unmerged(None, streamed=streamed), self._merged(streamed=streamed)
+
+    def _answers(self, model: Any) -> torch.Tensor:
+        """Return the log probabilities of the next token, [prompts, vocabulary]."""
+        found = [model(input_ids=torch.tensor([ids])).logits[0, -1].float().log_softmax(-1) for ids in self.ids]
+        return torch.stack(found)
+
+    def _by_id(self, answers: Sequence[Answer]) -> list[dict[int, float]]:
+        """Return the answers with the ids of tokens. Raises `UnsupportedAdapter` where one has none that is known."""
+        texts: dict[str, int] = {}
+        if any(isinstance(token, str) for answer in answers for token in answer):
+            tokenizer = tokenizer_in(self._folders)
+            written = tokenizer.batch_decode([[at] for at in range(len(tokenizer))]) if tokenizer else []
+            times = Counter(written)
+            texts = {text: at for at, text in enumerate(written) if _HOLE not in text and times[text] == 1}
+        found = [{texts.get(str(token), token): value for token, value in answer.items()} for answer in answers]
+        known = [{at: value for at, value in answer.items() if isinstance(at, int)} for answer in found]
+        if not all(known):
+            raise UnsupportedAdapter("the server says tokens by their text, and more than one token has such a text")
+        return known
+
+
+def _likeliest(rows: torch.Tensor) -> list[Answer]:
+    """Return of each row what a server would say of it."""
+    values, tokens = rows.topk(min(MOST, rows.shape[1]))
+    return [dict(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), values.tolist(), strict=True)]
+
+
+def _farthest(answers: Sequence[dict[int, float]], rows: torch.Tensor) -> float:
+    """Return the largest distance of a server's log probability from that in the row of the same prompt."""
+    pairs = zip(answers, rows, strict=True)
+    return max(abs(value - float(row[at])) for answer, row in pairs for at, value in answer.items())
