@@ -20,30 +20,15 @@ from lora_tool.core.report.model import joined
 from lora_tool.core.report.text import by_reason, spans
 from lora_tool.formats import generation_config
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.rules.adapter import (  # noqa: F401 - importing a family registers its rules
-    lt2_config,
-    lt2_layers,
-    lt2_names,
-    lt2_weights,
-    lt3_head,
-    lt5_base,
-    lt5_hazards,
-    lt5_model,
-    lt5_other_base,
-)
+from lora_tool.rules import families  # noqa: F401 - importing it registers all rules
 from lora_tool.rules.adapter.lt5_several import OF_SEVERAL, SeveralAdapters
 from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.registry import RULES, Need, Rule, Unchecked, chosen
 from lora_tool.rules.engine.scan import scans_of
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
-from lora_tool.rules.files import lt1_containers  # noqa: F401
-from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values  # noqa: F401
 from lora_tool.rules.merged.subject import MergedSubject
-from lora_tool.rules.model import lt3_functions, lt3_model_ends, lt3_tensors, lt3_tokenizers  # noqa: F401
 from lora_tool.rules.model.lt3_tensors import is_wrapped
-from lora_tool.rules.serving import lt8_beside, lt8_form, lt8_names, lt8_served  # noqa: F401
 from lora_tool.rules.shared.base_match import as_in_memory, match_base, same_names, with_names_in_memory
-from lora_tool.rules.training import lt4_contents, lt4_rank_files, lt4_values, lt7_run  # noqa: F401
 from lora_tool.rules.training.sharded_subject import ShardedSubject, sharded_subject
 
 if TYPE_CHECKING:

@@ -187,7 +187,7 @@ def _misfits_weight(subject: AdapterSubject, match: BaseMatch, layer: LoraLayer)
     rows_only = rows_only and needed[1:] == weight.shape[1:]
     # a kernel's inputs may be in groups, and a stack of experts only what wraps bare parameters knows
     comparable = len(weight.shape) == MATRIX or (len(needed) == MATRIX and len(weight.shape) < MATRIX)
-    as_stored = (weight.shape, weight.shape[::-1]) if match.in_part else (weight.shape,)
+    as_stored: tuple[tuple[int, ...], ...] = (weight.shape, weight.shape[::-1]) if match.in_part else (weight.shape,)
     if len(pair[0].shape) == len(weight.shape) > MATRIX:
         comparable, as_stored = True, (needed,) if _fits_kernel(*pair, weight) else ()
     if comparable and needed not in as_stored and not rows_only:
