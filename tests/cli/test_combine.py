@@ -146,7 +146,7 @@ def test_an_adapter_is_prepared_for_each_server(call: Caller, tmp_path: Path) ->
     for server, following in {
         "vllm": "--max-lora-rank 4",
         "sglang": "sglang.launch_server",
-        "llama.cpp": "convert_lora_to_gguf.py",
+        "llama.cpp": "adapter.gguf",
         "mlx": "mlx_lm.generate",
         "peft": "lora-tool merge",
     }.items():

@@ -1,4 +1,4 @@
-"""What llama.cpp computes with a prepared adapter, against PEFT's log probabilities: its converters, and its runner.
+"""What llama.cpp computes with a prepared adapter, against PEFT's log probabilities: the base by its converters, both in its runner.
 
 Runs where `xllamacpp` is installed and LLAMA_CPP names a folder of llama.cpp's sources; CONTRIBUTING.md has the versions.
 """
@@ -18,7 +18,6 @@ from peft import PeftModel
 
 from lora_tool import prepare, validate
 from lora_tool.rules.engine.subjects import Server
-from tests.cli.calling import Caller
 from tests.oracle.peft_merge import load_model
 from tests.oracle.test_combine import EMBEDDINGS, QV, adapters_of
 from tests.oracle.test_convert_experts import FUSED
@@ -73,10 +72,9 @@ def ran(*args: str | Path) -> None:
 def of_llama_cpp(base: Path, adapter: Path, out: Path) -> torch.Tensor:
     """Return the log probability of each token after TOKENS, up to one constant for all."""
     count = json.loads((base / "config.json").read_text())["vocab_size"]
-    model, lora, answer = out / "base.gguf", out / "lora.gguf", out / "answer.json"
+    model, answer = out / "base.gguf", out / "answer.json"
     ran("-c", BASE, base, model)
-    ran(SOURCES / "convert_lora_to_gguf.py", "--base", base, "--outfile", lora, adapter)
-    ran("-c", RUN, model, lora, answer, json.dumps([TOKENS, FORCED, count]))
+    ran("-c", RUN, model, adapter / "adapter.gguf", answer, json.dumps([TOKENS, FORCED, count]))
     (told,) = json.loads(answer.read_text())["choices"][0]["logprobs"]["content"]
     found = {each["id"]: each["logprob"] for each in told["top_logprobs"]}
     return torch.tensor([found[token] for token in range(count) if token != FORCED], dtype=torch.float64)
@@ -93,9 +91,7 @@ def of_llama_cpp(base: Path, adapter: Path, out: Path) -> torch.Tensor:
         ("mixtral", FUSED),
     ],
 )
-def test_llama_cpp_gives_pefts_log_probabilities(
-    model_type: str, lora: dict[str, Any], call: Caller, tmp_path: Path
-) -> None:
+def test_llama_cpp_gives_pefts_log_probabilities(model_type: str, lora: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
     if not (SOURCES / "convert_lora_to_gguf.py").is_file():
         pytest.skip("LLAMA_CPP does not name a folder of llama.cpp's sources")
@@ -103,11 +99,7 @@ def test_llama_cpp_gives_pefts_log_probabilities(
     with torch.no_grad():
         model = PeftModel.from_pretrained(load_model(base, "causal-lm"), adapter)
         logits = model(torch.tensor([TOKENS])).logits[0, -1].double()
-    told = adapter
-    if lora is FUSED:
-        told = tmp_path / "experts"
-        assert call("convert", adapter, "--to", "peft-experts", "--base", base, "-o", told).code == 0
-    out = prepare(told, Server.LLAMA_CPP, base=base, out=tmp_path / "out").path
+    out = prepare(adapter, Server.LLAMA_CPP, base=base, out=tmp_path / "out").path
     assert not [each for each in validate(out, base=base, servers=[Server.LLAMA_CPP]).findings if "LT8" in each.code]
     found = of_llama_cpp(base, out, tmp_path)
     expected = torch.cat([logits[:FORCED], logits[FORCED + 1 :]])

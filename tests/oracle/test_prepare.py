@@ -30,7 +30,7 @@ from tests.oracle.test_combine import (
     summed,
 )
 
-ONE_RANK = [Server.VLLM, Server.SGLANG, Server.LLAMA_CPP]
+ONE_RANK = [Server.VLLM, Server.SGLANG]
 MIXED = RSLORA | {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"layers.0.self_attn.q_proj": 5}}
 
 
@@ -42,7 +42,6 @@ MIXED = RSLORA | {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"layers.0.
         (Server.VLLM, EMBEDDINGS),
         (Server.SGLANG, MIXED),
         (Server.SGLANG, QV | {"target_modules": r".*\.(q|v|gate)_proj"}),
-        (Server.LLAMA_CPP, MIXED),
     ],
 )
 def test_pefts_delta_stays_the_same(server: Server, lora: dict[str, Any], tmp_path: Path) -> None:
@@ -73,7 +72,7 @@ TWICE = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "rank_
         (Server.VLLM, QV, (6, 7)),
         (Server.SGLANG, QV, (6, 7)),
         (Server.PEFT, ROOT_OF_16 | {"lora_bias": True}, (16, 12)),  # alpha / √r
-        (Server.LLAMA_CPP, ROOT_OF_16, (16, 12)),
+        (Server.VLLM, ROOT_OF_16, (16, 12)),
     ],
 )
 def test_factors_stay_as_they_are_where_all_have_one_scaling(
@@ -345,7 +344,7 @@ def test_fused_experts_keep_their_layout_for_vllm(tmp_path: Path) -> None:
     assert read_json(out / "adapter_config.json")["target_modules"] == ["q_proj"]
     assert farthest(deltas(base, out), deltas(base, adapter)) <= EXACT
     with pytest.raises(UnsupportedAdapter, match="as one tensor for each expert"):
-        plan_prepare(adapter, "llama.cpp")
+        plan_prepare(adapter, "mlx")
 
 
 @pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # PEFT 0.21 looks at modules alone
@@ -447,9 +446,8 @@ TRAINED_ROWS = {"trainable_token_indices": {"embed_tokens": [3, 5]}}
     ("lora", "server"),
     [
         (QV | TRAINED_ROWS, Server.VLLM),
-        (QV | {"modules_to_save": ["embed_tokens", "lm_head"]}, Server.LLAMA_CPP),
         (QV | {"modules_to_save": ["embed_tokens", "lm_head"]}, Server.VLLM),
-        ({"peft_type": "TRAINABLE_TOKENS"}, Server.LLAMA_CPP),
+        ({"peft_type": "TRAINABLE_TOKENS"}, Server.VLLM),
     ],
 )
 def test_trained_rows_are_lora_on_the_embedding(lora: dict[str, Any], server: Server, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from lora_tool import Server, validate, verify
 from lora_tool.core.report import Finding
 from tests.cli.calling import Caller
 from tests.oracle.peft_merge import save_adapter, save_base, saved_tensors
-from tests.oracle.test_combine import CONV1D, QV, RSLORA, adapters_of
+from tests.oracle.test_combine import QV, RSLORA, adapters_of
 from tests.oracle.test_prepare import graded_base
 from tests.oracle.test_text_on_multimodal import LAYER, load_text, save_whole
 from tests.oracle.test_text_on_multimodal import save_adapter as save_text_adapter
@@ -139,14 +139,13 @@ BIASES = QV | {"bias": "all", "use_rslora": True}
         ("sglang", TOKENS, "merge"),
         ("llama.cpp", BIASES, "merge"),
         ("mlx", BIASES, "merge"),
-        ("llama.cpp", CONV1D, "merge"),
         ("vllm", PACKED, "merge"),
     ],
 )
 def test_where_no_command_prepares_it_no_finding_names_one(
     server: str, lora: Mapping[str, Any], way: str, call: Caller, tmp_path: Path
 ) -> None:
-    model_type = "gpt2" if lora is CONV1D else "gpt_bigcode" if lora is PACKED else "llama"
+    model_type = "gpt_bigcode" if lora is PACKED else "llama"
     base = save_base(tmp_path / "base", model_type, "causal-lm", torch.float32, tie_word_embeddings=True)
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
     found = [each for each in validate(adapter, base=base, servers=[Server(server)]).findings if "LT8" in each.code]

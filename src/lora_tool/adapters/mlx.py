@@ -23,10 +23,11 @@ from lora_tool.checkpoints.folders import Folder, read_folder
 from lora_tool.core import keys
 from lora_tool.core.errors import BadConfig, Defect, UnsupportedAdapter
 from lora_tool.core.keys import PREFIX, Part, split_layer
-from lora_tool.core.tensors import Span, StoredTensor, TransposedSpan
+from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import FILE_NAME, adapter_config
 from lora_tool.formats.fields import is_number
 from lora_tool.formats.files import read_object
+from lora_tool.formats.stored import transposed
 from lora_tool.formats.weights import Weights, read_single
 from lora_tool.models.ends import MATRIX, is_input
 
@@ -218,29 +219,3 @@ def _targets(modules: list[str]) -> dict[str, Any]:
         if modules and not numbered and len(modules) == len(ends) == len(layers) * len(names):
             return {"target_modules": sorted(names), "layers_to_transform": None if every else sorted(layers)}
     return {"target_modules": sorted(set(modules))}
-
-
-def transposed(tensor: StoredTensor) -> StoredTensor:
-    """Return the transposed of a matrix that is one span of a file, as it is meant or transposed already.
-
-    Raises `UnsupportedAdapter` for any other.
-    """
-    rows, columns = tensor.shape
-    spec = replace(tensor.spec, shape=(columns, rows))
-    match tensor.spans:
-        case (TransposedSpan() as span,) if span.nbytes == span.stored_bytes:
-            return StoredTensor(spec=spec, spans=span.places)
-        case (Span() as span,) if type(span) is Span:
-            span_as_transposed = TransposedSpan(
-                path=span.path,
-                offset=span.offset,
-                nbytes=span.nbytes,
-                rows=columns,
-                columns=rows,
-                itemsize=tensor.dtype.bits // 8,
-            )
-            return StoredTensor(spec=spec, spans=(span_as_transposed,))
-    raise UnsupportedAdapter(
-        f"{tensor.path}: `{tensor.name}` lies in pieces, which lora-tool does not transpose",
-        hint="save the adapter again with PEFT: model.save_pretrained(folder)",
-    )

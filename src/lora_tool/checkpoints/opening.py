@@ -13,12 +13,13 @@ from pathlib import Path
 
 from lora_tool.checkpoints import other_formats
 from lora_tool.checkpoints.folders import Folder, is_called_save, read_folder
+from lora_tool.checkpoints.gguf_adapter import GGUF_ADAPTER
 from lora_tool.checkpoints.kinds import AdapterDir, Checkpoint, ModelDir, ShardedDir, step_of, unexpected
 from lora_tool.checkpoints.models import unmerged_model
 from lora_tool.checkpoints.nearby import consolidate_command
 from lora_tool.checkpoints.registry import holds_pieces, kinds, recognised, sharded_kinds
 from lora_tool.core.display import some
-from lora_tool.core.errors import BadConfig, CheckpointError, CorruptFile, Defect, NotACheckpoint
+from lora_tool.core.errors import BadConfig, CheckpointError, CorruptFile, Defect, NotACheckpoint, UnsupportedCheckpoint
 from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.files import inside
 
@@ -166,4 +167,9 @@ def as_adapter(checkpoint: Checkpoint, *, hint: str | None = None) -> AdapterDir
     """Return the checkpoint, which is an adapter. Raises `NotACheckpoint` where it is something else."""
     if not isinstance(checkpoint, AdapterDir):
         raise unexpected(checkpoint, "an adapter", hint=hint)
+    if checkpoint.kind is GGUF_ADAPTER:  # the rows of q and k may be in another order, which the file does not tell
+        raise UnsupportedCheckpoint(
+            f"{checkpoint.root} is an adapter in llama.cpp's format, which is only for llama.cpp",
+            hint="give the PEFT adapter that it was written from",
+        )
     return checkpoint

@@ -11,6 +11,7 @@ from lora_tool.checkpoints.added import added_kinds
 from lora_tool.checkpoints.deepspeed import ZERO
 from lora_tool.checkpoints.folders import Folder, is_called_save, is_numbered, read_folder
 from lora_tool.checkpoints.fsdp import CUT_SAFETENSORS, DCP, FSDP_FULL, FSDP_RANKS
+from lora_tool.checkpoints.gguf_adapter import GGUF_ADAPTER
 from lora_tool.checkpoints.kinds import Claim, Kind, RunDir, ShardedKind, matches, step_of
 from lora_tool.checkpoints.models import BASE_MODEL
 from lora_tool.checkpoints.named_adapters import NAMED_ADAPTERS
@@ -28,7 +29,7 @@ RUN: Kind = Kind(
 """The output folder of a training run, full of saves: `checkpoint-N`, or as its framework calls them."""
 _CERTAIN: tuple[Kind, ...] = (ADAPTER, BASE_MODEL, ZERO, FSDP_RANKS, FSDP_FULL, CUT_SAFETENSORS)
 """Those whose files no other program writes."""
-_COMMON: tuple[Kind, ...] = (DCP, VERL, RUN, NAMED_ADAPTERS, STATE_FILE)
+_COMMON: tuple[Kind, ...] = (DCP, VERL, RUN, NAMED_ADAPTERS, STATE_FILE, GGUF_ADAPTER)
 """Those whose files or folders others write, too."""
 _ORDINARY = re.compile(
     r"(?:config\.json|adapter_(?:config|model)|model\b|pytorch_model\b|trainer_state|training_args|optimizer\.|scheduler\."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
-from lora_tool.core.errors import SourceChanged
+from lora_tool.core.errors import SourceChanged, UnsupportedAdapter
 from lora_tool.core.tensors import Span, StoredTensor, Tile, TiledSpan, TransposedSpan
 from lora_tool.formats.files import open_regular, read_rows
 from lora_tool.formats.quantised.encodings import Encoding, QuantisedSpan
@@ -204,3 +204,29 @@ def same_transposed(one: StoredTensor, other: StoredTensor) -> bool:
     columns = np.frombuffer(read_part(other, 0, other.nbytes), f"V{width}").reshape(other.shape).T
     row = width * one.shape[1]
     return all(read_part(one, at * row, row) == columns[at].tobytes() for at in range(one.shape[0]))
+
+
+def transposed(tensor: StoredTensor) -> StoredTensor:
+    """Return the transposed of a matrix that is one span of a file, as it is meant or transposed already.
+
+    Raises `UnsupportedAdapter` for any other.
+    """
+    rows, columns = tensor.shape
+    spec = replace(tensor.spec, shape=(columns, rows))
+    match tensor.spans:
+        case (TransposedSpan() as span,) if span.nbytes == span.stored_bytes:
+            return StoredTensor(spec=spec, spans=span.places)
+        case (Span() as span,) if type(span) is Span:
+            span_as_transposed = TransposedSpan(
+                path=span.path,
+                offset=span.offset,
+                nbytes=span.nbytes,
+                rows=columns,
+                columns=rows,
+                itemsize=tensor.dtype.bits // 8,
+            )
+            return StoredTensor(spec=spec, spans=(span_as_transposed,))
+    raise UnsupportedAdapter(
+        f"{tensor.path}: `{tensor.name}` lies in pieces, which lora-tool does not transpose",
+        hint="save the adapter again with PEFT: model.save_pretrained(folder)",
+    )

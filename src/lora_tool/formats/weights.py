@@ -23,6 +23,7 @@ from lora_tool.formats.files import MAX_JSON_BYTES, parse_names, read_all, requi
 from lora_tool.formats.safetensors import WeightsFile, scan_file
 
 TORCH_SUFFIX = ".bin"
+GGUF_SUFFIX = ".gguf"
 
 
 class Weights(Struct, frozen=True, kw_only=True):
@@ -60,7 +61,7 @@ class _Gathering(Struct):
         path = self.root / name
         try:
             require_inside(self.root, path)
-            file = _scan_torch(path) if name.endswith(TORCH_SUFFIX) else scan_file(path)
+            file = _scan(path)
         except CorruptFile as error:
             self.problems.append(error.problem)
             return
@@ -79,15 +80,21 @@ class _Gathering(Struct):
         return Weights(files=tuple(self.files), tensors=self.tensors, index=index, problems=tuple(self.problems))
 
 
-def _scan_torch(path: Path) -> WeightsFile:
-    # a twentieth of a second to import, and most folders have none
-    from lora_tool.formats.torch_zip import scan_torch_weights
+def _scan(path: Path) -> WeightsFile:
+    if path.suffix == TORCH_SUFFIX:
+        # a twentieth of a second to import, and most folders have none
+        from lora_tool.formats.torch_zip import scan_torch_weights
 
-    return scan_torch_weights(path)
+        return scan_torch_weights(path)
+    if path.suffix == GGUF_SUFFIX:
+        from lora_tool.formats.gguf import scan_gguf  # for few folders
+
+        return scan_gguf(path).weights
+    return scan_file(path)
 
 
 def read_single(path: Path) -> Weights:
-    """Return the weights in the one file `path`: a torch file if it ends in `.bin`, else safetensors. Defects are in `problems`."""
+    """Return the weights in the one file `path`: a torch file if it ends in `.bin`, llama.cpp's if in `.gguf`, else safetensors. Defects are in `problems`."""
     gathering = _Gathering(path.parent)
     gathering.add(path.name)
     return gathering.weights()

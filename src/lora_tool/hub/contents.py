@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from lora_tool.checkpoints import ADAPTER_WEIGHTS, AdapterDir, Checkpoint, Folder, ModelDir, saves_in, unexpected
+from lora_tool.checkpoints import AdapterDir, Checkpoint, Folder, ModelDir, saves_in, unexpected
 from lora_tool.checkpoints.kinds import matches
 from lora_tool.checkpoints.registry import sharded_kinds
 from lora_tool.core.errors import CorruptFile, PlanError
@@ -103,12 +103,12 @@ def never(name: str) -> str | None:
 def _allowed(checkpoint: AdapterDir | ModelDir) -> Iterator[tuple[str, str]]:
     folder = checkpoint.folder
     if isinstance(checkpoint, AdapterDir):
-        names = {adapter_config.FILE_NAME: "adapter config", ADAPTER_WEIGHTS: "weights"}
+        names = {adapter_config.FILE_NAME: "adapter config"}
     else:
         names = {model_config.FILE_NAME: "model config", generation_config.FILE_NAME: "generation defaults"}
-        names |= {file.path.name: "weights" for file in checkpoint.weights.files}
-        if checkpoint.weights.index is not None:
-            names[checkpoint.weights.index.name] = "weights index"
+    names |= {file.path.name: "weights" for file in checkpoint.weights.files}
+    if checkpoint.weights.index is not None:
+        names[checkpoint.weights.index.name] = "weights index"
     names[manifest.FILE_NAME] = "record of what was done"
     names |= dict.fromkeys(folder.tokenizer_files, "tokenizer")
     names |= dict.fromkeys(folder.licence_files, "licence")

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from lora_tool.adapters.gguf import GgufLayout, is_gguf, read_gguf
 from lora_tool.adapters.mlx import is_mlx, read_mlx
-from lora_tool.adapters.view import view_of
+from lora_tool.adapters.view import AdapterView, view_of
 from lora_tool.checkpoints import ADAPTER, AdapterDir, ModelDir, require_whole
 from lora_tool.checkpoints.folders import read_folder
 from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
@@ -31,6 +32,7 @@ from lora_tool.plans.algebra.provenance import (
 from lora_tool.plans.convert.forms import AdapterForm
 from lora_tool.plans.convert.peft_names import Convertible, convertible
 from lora_tool.plans.convert.plan_convert import plan_convert
+from lora_tool.plans.core.manifest import input_name
 from lora_tool.plans.core.plan import Plan
 
 
@@ -137,6 +139,12 @@ def _written(folder: Reference, adapters: Sequence[Reference]) -> WrittenAdapter
         manifest = read_manifest(path)
         mlx = read_mlx(path.parent, _experts_of(manifest, path.parent, adapters))
         return WrittenAdapter(made=mlx.adapter, stored=mlx.stored, manifest=manifest)
+    if opened is None and is_gguf(listed):
+        manifest = read_manifest(path)
+        layout = GgufLayout.of_json(manifest.raw.get("gguf"), path)
+        layers = _first_view(manifest, path.parent, adapters).layers
+        gguf = read_gguf(listed, layout, {*(layer.target for layer in layers), *layout.names.ends})
+        return WrittenAdapter(made=gguf.adapter, stored=gguf.stored, manifest=manifest)
     if opened is None and ADAPTER.recognise(listed) is not None:
         opened = ADAPTER.open(listed)
     if not isinstance(opened, AdapterDir):
@@ -146,8 +154,10 @@ def _written(folder: Reference, adapters: Sequence[Reference]) -> WrittenAdapter
 
 def _experts_of(manifest: Manifest, root: Path, adapters: Sequence[Reference]) -> TensorTable:
     """Return the base's names of the weights under the first input's LoRA: MLX-LM's stack lacks the experts' names."""
-    entry = manifest.input("adapter")
-    if not adapters and not entry:
+    if not adapters and not manifest.input("adapter"):
         return {}
-    view = view_of(opened_adapter(adapters[0]) if adapters else recorded_adapter(entry, root))
-    return {f"{layer.target}.weight": layer.any_tensor for layer in view.layers}
+    return {f"{layer.target}.weight": layer.any_tensor for layer in _first_view(manifest, root, adapters).layers}
+
+
+def _first_view(manifest: Manifest, root: Path, adapters: Sequence[Reference]) -> AdapterView:
+    return view_of(opened_adapter(adapters[0]) if adapters else recorded_adapter(manifest.input(input_name(1)), root))

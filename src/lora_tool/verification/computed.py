@@ -7,7 +7,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from lora_tool.adapters.experts import experts_of
 from lora_tool.adapters.fused_experts import FusedExperts, fused_experts
+from lora_tool.adapters.gguf import GgufLayout, is_gguf
 from lora_tool.adapters.mlx import is_mlx
 from lora_tool.adapters.view import AdapterView, view_of
 from lora_tool.checkpoints import AdapterDir
@@ -17,9 +19,11 @@ from lora_tool.core.tensors import DType, TensorAction
 from lora_tool.formats.adapter_config import FILE_NAME
 from lora_tool.formats.files import read_object
 from lora_tool.formats.manifest import Manifest
+from lora_tool.models.gguf_names import ALPHA
 from lora_tool.plans.algebra.factor_steps import bias_steps, padded_steps
+from lora_tool.plans.algebra.gguf_form import gguf_factors
 from lora_tool.plans.algebra.provenance import ExtractInputs, SumInputs
-from lora_tool.plans.algebra.served import Idle, beside_which
+from lora_tool.plans.algebra.served import Idle, beside_which, served_factors
 from lora_tool.plans.algebra.terms import Factors, factors_of_sum, unscaled
 from lora_tool.plans.algebra.whole_plan import magnitude_steps, whole_tensors
 from lora_tool.plans.computed import ComputedInputs, ConvertInputs
@@ -80,8 +84,11 @@ def _of_sum(inputs: SumInputs, level: Level, jobs: int | None, progress: Progres
         (*steps, *zeros), inputs.made.tensors, level=level, precision=Precision.FLOAT64, jobs=jobs, progress=progress
     )
     others = [each for each in sums if each.module not in apart]
+    if is_gguf(inputs.made.folder):
+        evidence |= _of_gguf(inputs, [each for each in sums if each.module not in computed], level, jobs)
+        others = [each for each in others if experts_of(each.module) is None]  # of which a stack has many
     evidence |= check_products(others, written, least=inputs.keep, exact=inputs.exact, progress=progress)
-    if inputs.exact and not is_mlx(inputs.made.folder):
+    if inputs.exact and not is_mlx(inputs.made.folder) and not is_gguf(inputs.made.folder):
         beside = (each for each in stored if each.module not in apart)
         exact = names.steps(step for each in beside for step in _put_beside(each, written, inputs.manifest))
         told = check_steps(
@@ -92,6 +99,26 @@ def _of_sum(inputs: SumInputs, level: Level, jobs: int | None, progress: Progres
         inputs, views[0], tuple(each for each in written if each.module in computed), progress=progress
     )
     return evidence
+
+
+def _of_gguf(inputs: SumInputs, sums: Sequence[Factors], level: Level, jobs: int | None) -> dict[str, TensorEvidence]:
+    """Return the evidence of the tensors of a GGUF file, as they follow from the adapter's; none where ranks were lowered."""
+    if not inputs.exact:
+        return {}
+    (view,), manifest = map(view_of, inputs.adapters), inputs.manifest
+    form = form_of(manifest.raw["for"])
+    served = served_factors(view, form, sums, max_rank=None, approximate=False)
+    layout = GgufLayout.of_json(manifest.raw.get("gguf"), inputs.made.root)
+    metadata = inputs.stored.files[0].metadata
+    factors = replace(gguf_factors(served, layout, DType(manifest.raw["dtype"])), alpha=float(metadata[ALPHA]))
+    return check_steps(
+        factors.shard.steps,
+        inputs.stored.tensors,
+        level=level,
+        precision=Precision.FLOAT64,
+        jobs=jobs,
+        progress=lambda _: None,
+    )
 
 
 def _made(inputs: SumInputs | ExtractInputs) -> AdapterView:

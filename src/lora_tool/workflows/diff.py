@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, require_whole, unexpected
+from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, as_adapter, require_whole, unexpected
 from lora_tool.checkpoints.sources import Reference, opened
 from lora_tool.core.errors import NotACheckpoint
 from lora_tool.core.options import named_in_errors
@@ -39,4 +39,4 @@ def _comparable(checkpoint: Checkpoint) -> AdapterDir | ModelDir:
     if not isinstance(checkpoint, AdapterDir | ModelDir):
         raise unexpected(checkpoint, "an adapter or a model")
     require_whole(checkpoint)
-    return checkpoint
+    return as_adapter(checkpoint) if isinstance(checkpoint, AdapterDir) else checkpoint

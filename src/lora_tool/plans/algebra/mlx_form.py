@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from lora_tool.adapters.experts import EXPERT
-from lora_tool.adapters.mlx import EXPERTS, transposed
+from lora_tool.adapters.mlx import EXPERTS
 from lora_tool.adapters.view import AdapterView
 from lora_tool.checkpoints import ModelDir
 from lora_tool.core.display import named
@@ -17,6 +17,7 @@ from lora_tool.core.keys import split_layer
 from lora_tool.core.tensors import DType
 from lora_tool.formats.adapter_config import FILE_NAME
 from lora_tool.formats.files import json_bytes
+from lora_tool.formats.stored import transposed
 from lora_tool.plans.algebra.factor_steps import padded, padded_steps, step_of, zero_rows
 from lora_tool.plans.algebra.terms import Factors
 from lora_tool.plans.algebra.whole_plan import SAME, Beginnings

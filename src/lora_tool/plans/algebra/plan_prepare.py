@@ -7,19 +7,21 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
 
+from lora_tool.adapters.gguf import layout_of
 from lora_tool.adapters.mlx import MLX_WEIGHTS
 from lora_tool.adapters.view import AdapterView, view_of
 from lora_tool.checkpoints import ADAPTER_WEIGHTS, ModelDir
 from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
 from lora_tool.core.display import counted, named
-from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.errors import UnsupportedAdapter, WrongValue
 from lora_tool.core.options import named_in_errors
-from lora_tool.core.tensors import DType, float_type
+from lora_tool.core.tensors import FLOAT_NAMES, DType, float_type
 from lora_tool.formats.adapter_config import FILE_NAME, TOKENS_FIELDS
 from lora_tool.formats.files import json_bytes, parse_json
 from lora_tool.models.ends import PEFT_CLASSIFIERS, head_of, is_end
 from lora_tool.plans.algebra.changes import changes_of
 from lora_tool.plans.algebra.factor_steps import exact_type, small_warnings
+from lora_tool.plans.algebra.gguf_form import GgufFactors, gguf_factors
 from lora_tool.plans.algebra.mlx_form import mlx_beginnings, mlx_config, mlx_path, rope_notes
 from lora_tool.plans.algebra.peft_config import all_but, config_of_sum, is_narrowed, require_known, with_experts
 from lora_tool.plans.algebra.ranks import ModuleRank, rank_lines
@@ -31,7 +33,14 @@ from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import SideFile
 from lora_tool.rules.bases import named_base
 from lora_tool.rules.judging import MergeJudge
-from lora_tool.rules.serving.forms import ServingForm, alone_text, form_of, in_the_way, stacks_in_the_way
+from lora_tool.rules.serving.forms import (
+    ServingForm,
+    alone_text,
+    form_of,
+    in_the_way,
+    names_in_the_way,
+    stacks_in_the_way,
+)
 from lora_tool.rules.serving.named import server_named
 from lora_tool.rules.serving.together import lacking, outside_language
 
@@ -51,16 +60,19 @@ def plan_prepare(
     """Return the plan of `adapter` in the form that `server` reads, equal in ΔW. The rules judge the adapter first.
 
     A scaling that all modules have stays in the config where a whole `lora_alpha` gives it; others go into B, so that the
-    server need not know rsLoRA or `alpha_pattern`. Except for PEFT, ranks are padded with zeros to one rank; targets
-    become plain names; for MLX-LM the factors are transposed and renamed; for SGLang, with a base, modules that it reads
-    only together get LoRA of zeros where they have none. `max_rank` is the largest rank that the server takes: modules
-    with a higher rank are lowered to it where that loses nothing, or, with `approximate`, to the best approximation;
-    `approximate` with a `base` does the same to DoRA, which for PEFT stays DoRA without it. The rules compare the adapter
-    with the `base`, by default the one that its config names if it is on this disk; the new config names a given one. With it, PiSSA and OLoRA become plain LoRA of twice the rank, and
-    trained tokens and changed rows of embeddings become LoRA on those; `spool` opens the file that keeps the factors
-    computed this way. `dtype` None means the adapter's own dtype where nothing is rounded, else float32. `ignore` are
-    codes of rules. For vLLM, which loads the whole of a multimodal base, an adapter of its text class gets the names that
-    its modules have there. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no exact form for.
+    server need not know rsLoRA or `alpha_pattern`. Except for PEFT and llama.cpp, ranks are padded with zeros to one rank;
+    targets become plain names; for MLX-LM the factors are transposed and renamed; for llama.cpp they are one GGUF file,
+    with the names and the order of rows that its base has; for SGLang, with a base, modules that it reads only together
+    get LoRA of zeros where they have none. `max_rank` is the largest rank that the server takes: modules with a higher
+    rank are lowered to it where that loses nothing, or, with `approximate`, to the best approximation; `approximate` with
+    a `base` does the same to DoRA, which for PEFT stays DoRA without it. The rules compare the adapter with the `base`, by
+    default the one that its config names if it is on this disk; the new config names a given one. With it, PiSSA and
+    OLoRA become plain LoRA of twice the rank, and trained tokens and changed rows of embeddings become LoRA on those;
+    `spool` opens the file that keeps the factors computed this way. `dtype` None means the adapter's own dtype where
+    nothing is rounded, else float32; for llama.cpp float32, because with factors of 16 bits it rounds the activations, too.
+    `ignore` are codes of rules. For vLLM, which loads the whole of a multimodal base, an adapter of its text class gets
+    the names that its modules have there. Raises `FindingsFound`, and `UnsupportedAdapter` naming what the server has no
+    exact form for.
     """
     chosen = server_named(server)
     form, kind = form_of(chosen), None if dtype is None else float_type(dtype)
@@ -69,8 +81,8 @@ def plan_prepare(
     judged = model or named_base(opened)[0]
     report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), judged, computing=False)
     view = view_of(opened)
-    _require_form(view, chosen, model, approximate=approximate)
-    names = SAME
+    _require_form(view, chosen, model, judged, approximate=approximate)
+    names, layout = SAME, layout_of(judged.config) if form.gguf and judged and judged.config else None
     if form.whole_models or form.mlx:
         names = beginnings_of(view, model) if form.whole_models else mlx_beginnings(view, model)
     as_dora = form.dora and not (approximate and model is not None)
@@ -84,7 +96,7 @@ def plan_prepare(
     )
     served = served_factors(view, form, sums, max_rank=max_rank, approximate=approximate)
     lowered = bool(served.turned.matrices)
-    out = kind or exact_type(served.sums, turned=lowered)
+    out = kind or (DType.F32 if layout else exact_type(served.sums, turned=lowered))
     whole = whole_tensors((view,))
     in_products = {(record.path, record.name) for record in changes.records}
     as_they_are = (step for step in whole.steps if (step.op.source.path, step.op.source.name) not in in_products)
@@ -94,15 +106,19 @@ def plan_prepare(
     if form.together and model:
         idle = tuple(idle_modules(factors_of_sum((view,), (1.0,)), model, form.together))
     zeros = (step for each in idle for step in each.steps(out, served.rank_of_idle))
-    steps = (*served_steps(served, form, out), *zeros, *(magnitude_steps(view) if as_dora else ()), *as_they_are)
+    gguf = None if layout is None else gguf_factors(served, layout, out)
+    if gguf and out is DType.F64:
+        raise WrongValue(f"{form.name} does not load factors of float64", hint="`dtype=float32`")
+    made = gguf.shard.steps if gguf else served_steps(served, form, out)
+    steps = (*made, *zeros, *(magnitude_steps(view) if as_dora else ()), *as_they_are)
     plan = adapter_plan(
         (opened,),
         (1.0,),
-        steps if form.mlx else names.steps(steps),
-        _config(view, form, served, idle, model, as_dora=as_dora),
+        steps if form.mlx or gguf else names.steps(steps),
+        None if gguf else _config(view, form, served, idle, model, as_dora=as_dora),
         dropped=(*whole.dropped, *changes.records),
         findings=report.findings,
-        notes=_notes(view, form, served, ranks, model, idle),
+        notes=_notes(view, form, served, ranks, model, idle, gguf),
         ranks=ranks,
         filename=MLX_WEIGHTS if form.mlx else ADAPTER_WEIGHTS,
         base=model if changes.from_base else None,
@@ -116,17 +132,21 @@ def plan_prepare(
             "keep": None,
             "dtype": out.value,
             **({} if names == SAME else {"renamed": names.as_json()}),
+            **({"gguf": gguf.layout.as_json()} if gguf else {}),
         },
     )
+    plan = replace(plan, shards=(gguf.shard,)) if gguf else plan
     return replace(plan, warnings=(*plan.warnings, *_warnings(form, served, model, out)))
 
 
-def _require_form(view: AdapterView, server: str, base: ModelDir | None, *, approximate: bool) -> None:
+def _require_form(
+    view: AdapterView, server: str, base: ModelDir | None, judged: ModelDir | None, *, approximate: bool
+) -> None:
     """Raise `UnsupportedAdapter` where the server has no form for the adapter, naming all that is in the way."""
     config, root, form = view.config, shlex.quote(str(view.adapter.root)), form_of(server)
     require_known(view)
     of_form = in_the_way(view, form, based=base is not None, approximate=approximate)
-    found = [*of_form, *stacks_in_the_way(view, form, base)]
+    found = [*of_form, *stacks_in_the_way(view, form, base), *names_in_the_way(view, form, judged)]
     if found:
         options = " ".join(dict.fromkeys(option for each in found for option in each.options))
         raise UnsupportedAdapter(
@@ -203,15 +223,20 @@ def _notes(
     ranks: Sequence[ModuleRank],
     base: ModelDir | None,
     idle: Sequence[Idle],
+    gguf: GgufFactors | None,
 ) -> Iterator[str]:
     modules = [each.module for each in served.sums]
     scaling = f"scale {served.scale:g}" if form.mlx else f"alpha {served.alpha}"
     shape = f"scaling {served.scale:g}" if served.one_rank is None else f"rank {served.one_rank}, {scaling}"
+    if gguf:
+        shape = f"alpha {gguf.alpha:g} over the rank of each, as in a GGUF file of {gguf.layout.names.architecture}"
     yield f"preparing {view.adapter.root} for {form.name}: {counted(len(modules), 'module')}, {shape}"
     if ranks:
         yield from rank_lines(ranks)
     if form.mlx:
         yield from rope_notes(base)
+    if gguf and gguf.dtype is not DType.F32:
+        yield f"{form.name} rounds activations to {FLOAT_NAMES[gguf.dtype]}, too, where the factors have that type; float32 does not"
     if idle:
         names = named(sorted({each.module.rpartition(".")[2] for each in idle}))
         yield f"LoRA of zeros on {counted(len(idle), 'module')} ({names}), beside which {form.name} reads that on others"

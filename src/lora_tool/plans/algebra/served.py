@@ -104,6 +104,8 @@ def served_factors(
 
 def _said_by_config(scale: float, form: ServingForm, ranks: Iterable[int], one_rank: int | None) -> float:
     """Return the scaling of all modules where the server's config can say it, so that no factor changes; else 1."""
+    if form.gguf:  # which has an alpha that the ranks divide, and no config
+        return 1.0
     same = {one_rank} if one_rank else set(ranks)
     said = form.mlx or (len(same) == 1 and alpha_for(scale, *same) is not None)
     return scale if said else 1.0

@@ -33,7 +33,7 @@ def adapter_plan(
     adapters: Sequence[AdapterDir],
     weights: Sequence[float],
     steps: Sequence[Step],
-    config: SideFile,
+    config: SideFile | None,
     *,
     dropped: Iterable[InputRecord],
     findings: tuple[Finding, ...],
@@ -44,13 +44,13 @@ def adapter_plan(
     base: ModelDir | None = None,
     computed: Sequence[FileStamp] = (),
 ) -> Plan:
-    """Return the plan of an adapter that is computed from `adapters`, with these steps and this config.
+    """Return the plan of an adapter that is computed from `adapters`, with these steps and this config, or a single file.
 
     `manifest` says which operation it is, and with which arguments; `base` is the model that some of it was computed
     from, `computed` the stamps of the files with its factors. Raises `UnsupportedAdapter` for a tensor of an adapter
     that no step has, and that is not `dropped` by name.
     """
-    side_files = (config, *tokenizer_files(adapters))
+    side_files = (config, *tokenizer_files(adapters)) if config else ()
     leftovers = (*dropped, *_used(adapters, steps))
     _require_all(adapters, leftovers)
     inputs = {input_name(number): each for number, each in enumerate(adapters, start=1)}

@@ -9,6 +9,7 @@ from msgspec import Struct, convert
 
 from lora_tool.adapters.experts import EXPERT, is_taken_for_stacks
 from lora_tool.adapters.fused_experts import fused_experts
+from lora_tool.adapters.gguf import layout_of
 from lora_tool.adapters.view import AdapterView
 from lora_tool.checkpoints import ModelDir
 from lora_tool.core.display import named
@@ -16,6 +17,7 @@ from lora_tool.core.doors import SERVERS, entry_points, load
 from lora_tool.core.keys import Part, split_layer
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.models.ends import MATRIX, PEFT_CLASSIFIERS, head_of, is_end, is_tied
+from lora_tool.models.gguf_names import NAMES
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.serving.tables import table_of
 from lora_tool.rules.serving.together import (
@@ -69,8 +71,8 @@ class ServingForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Fields of adapter_config.json with what it does not apply → what it does with them, as a verb."""
     together: ReadTogether | None = None
     """The modules whose LoRA it reads only together."""
-    turned: bool = False
-    """Whether its converter transposes LoRA on Conv1D like the weight itself, so that it adds the transposed of ΔW."""
+    gguf: bool = False
+    """Whether it reads a file of its own, with the names of its base's file and one alpha."""
     language_alone: bool = False
     """Whether it leaves out LoRA outside of a multimodal model's language model, whatever it is started with."""
     towers: str = ""
@@ -178,10 +180,6 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
 
 def _no_layers(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
     """Yield which layers' factors the server reads otherwise than as they are, or not at all."""
-    if form.turned and view.config.fan_in_fan_out:
-        yield Obstacle(
-            text=f"LoRA on Conv1D (`fan_in_fan_out`), which {form.name}'s converter transposes like a weight"
-        )
     if form.together:
         modules = [layer.target for layer in view.layers]
         if any(without_names(modules)):
@@ -224,6 +222,24 @@ def stacks_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | Non
     if mistaken:
         text = f"LoRA on {named(mistaken, 3)}, which {form.name} with transformers 5 takes for LoRA on the stacked experts, and leaves out"
         yield Obstacle(text=text)
+
+
+def names_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
+    """Yield what has no name in a file of llama.cpp, which has those of its base's file."""
+    if not form.gguf:
+        return
+    if base is None or base.config is None:
+        text = f"an adapter without its base, by which {form.name} names the modules and orders their rows"
+        yield Obstacle(text=text, options=(WITH_BASE,))
+        return
+    layout = layout_of(base.config)
+    if layout is None:
+        known = ", ".join(NAMES)
+        yield Obstacle(text=f"a {base.config.model_type}: lora-tool writes its files only for {known}")
+        return
+    unknown = [layer.path for layer in view.layers if layout.name_of_path(layer.target, layer.path) is None]
+    if unknown:
+        yield Obstacle(text=f"LoRA on {named(unknown, 3)}, which have no name in {form.name}'s {layout.model_type}")
 
 
 def tied_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:

@@ -171,13 +171,14 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Looks for `target_modules` that is a string, of which SGLang accepts only `all` and `all-linear` and
     no regular expression; for `target_parameters` (fused experts, routers), which vLLM and SGLang support only for some
-    models, and llama.cpp and MLX-LM do not read as PEFT saves them; and for `fan_in_fan_out` (GPT-2's Conv1D), whose
-    factors llama.cpp's converter transposes.
+    models, and llama.cpp's converter and MLX-LM do not read as PEFT saves them; and for `fan_in_fan_out` (GPT-2's Conv1D),
+    whose factors llama.cpp's converter transposes.
     Why it matters: SGLang stops with "Only 'all' or 'all-linear' can be used".
     Example: `"target_modules": ".*language_model.*proj"`.
     What to do: List the targets by name: `lora-tool prepare ADAPTER --for sglang -o OUT`. Write fused experts one by one
-    for vLLM, llama.cpp and MLX-LM: `lora-tool convert ADAPTER --to peft-experts --base BASE -o EXPERTS`, then
-    `lora-tool prepare EXPERTS --for SERVER -o OUT`; for SGLang, merge the adapter and serve the merged model:
+    for vLLM and MLX-LM: `lora-tool convert ADAPTER --to peft-experts --base BASE -o EXPERTS`, then
+    `lora-tool prepare EXPERTS --for SERVER -o OUT`; write llama.cpp's file: `lora-tool prepare ADAPTER --for llama.cpp
+    --base BASE -o OUT`; for SGLang, merge the adapter and serve the merged model:
     `lora-tool merge ADAPTER`. `lora-tool prepare` alone makes routers targets by name.
     """
     config = subject.config
@@ -186,11 +187,11 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
         if not form.regex and pattern:
             hint = prepared(subject, form)
             yield fault(subject, "target_modules", f"{form.name} refuses regular expressions", hint=hint)
-        if form.turned and config.fan_in_fan_out:
+        if form.gguf and config.fan_in_fan_out:
             message = (
                 f"{form.name}'s converter transposes LoRA on Conv1D like a weight, and adds it the wrong way round"
             )
-            yield fault(subject, "fan_in_fan_out", message)
+            yield fault(subject, "fan_in_fan_out", message, hint=prepared(subject, form))
         if config.target_parameters:
             some = form.server in (Server.VLLM, Server.SGLANG)
             what = _parameters(subject)

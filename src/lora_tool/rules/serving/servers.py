@@ -23,6 +23,7 @@ from lora_tool.rules.serving.forms import (
     ServingForm,
     has_usual_names,
     in_the_way,
+    names_in_the_way,
     stacks_in_the_way,
     tied_in_the_way,
 )
@@ -90,10 +91,14 @@ def command(subject: AdapterSubject, form: ServingForm, *options: str, each_expe
     They have the `options`, and those without which `prepare` refuses anything else that the adapter holds. With
     `each_expert`, LoRA on fused experts is written one by one even if the server reads both.
     """
-    root = shlex.quote(str(subject.checkpoint.root))
+    root, server = shlex.quote(str(subject.checkpoint.root)), shlex.quote(form.word)
     view = subject.view
     try:
-        of_base = (*tied_in_the_way(view, form, subject.base), *stacks_in_the_way(view, form, subject.base))
+        of_base = [
+            each
+            for found in (tied_in_the_way, stacks_in_the_way, names_in_the_way)
+            for each in found(view, form, subject.base)
+        ]
         ways = [*in_the_way(view, form, based=False, approximate=False), *of_base]
         fused = bool(fused_experts(view))
     except UnsupportedAdapter:
@@ -101,14 +106,14 @@ def command(subject: AdapterSubject, form: ServingForm, *options: str, each_expe
     if not all(each.options or (fused and each.hint) for each in ways):
         return None
     needed = dict.fromkeys(option for each in ways for option in each.options)
-    if form.mlx and not has_usual_names(view):
+    if form.gguf or (form.mlx and not has_usual_names(view)):
         needed[WITH_BASE] = None
     asked_for = " ".join(dict.fromkeys((*options, *needed))).replace(WITH_BASE, "--base BASE")
     more = asked_for and f" {asked_for}"
-    if fused and (each_expert or not form.fused or _LOWER in asked_for):
+    if fused and ((each_expert and not form.gguf) or not form.fused or _LOWER in asked_for):
         first = f"lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS"
-        return f"{first}, then lora-tool prepare EXPERTS --for {form.word}{more} -o OUT"
-    return f"lora-tool prepare {root} --for {form.word}{more} -o OUT"
+        return f"{first}, then lora-tool prepare EXPERTS --for {server}{more} -o OUT"
+    return f"lora-tool prepare {root} --for {server}{more} -o OUT"
 
 
 def _instead(subject: AdapterSubject, form: ServingForm) -> str:
