@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 
+from lora_tool import plan_merge
+from lora_tool.core.errors import FindingsFound
 from lora_tool.core.report import Severity
 from tests.checkpoint_edits import Tensors, raw, tensors
 from tests.judging import codes, judge, lines
@@ -78,6 +80,38 @@ def test_an_adapter_of_a_mixture_is_compared_with_its_base(model_type: str, tmp_
         with tensors(folder) as lora:
             injury(lora, module)
         assert code in codes(judge(folder, base=tmp_path / "base", deep=True), Severity.ERROR)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "trained", "saved", "task_type", "code"),
+    [
+        ("bert", "BertForMaskedLM", "BertForMaskedLM", None, None),
+        ("bert", "BertForMaskedLM", "BertForTokenClassification", None, "LT515"),
+        ("bert", "BertLMHeadModel", "BertModel", "CAUSAL_LM", "LT515"),
+        ("bart", "BartForConditionalGeneration", "BartModel", "SEQ_2_SEQ_LM", None),  # whose bias is a buffer of zeros
+        ("bart", "BartForCausalLM", "BartForQuestionAnswering", "CAUSAL_LM", "LT515"),
+        ("modernbert", "ModernBertForQuestionAnswering", "ModernBertForMaskedLM", "QUESTION_ANS", "LT515"),
+        ("qwen3", "Qwen3Model", "Qwen3ForQuestionAnswering", "FEATURE_EXTRACTION", "LT515"),
+        ("t5", "T5EncoderModel", "T5EncoderModel", "FEATURE_EXTRACTION", None),
+        ("t5", "T5ForQuestionAnswering", "T5ForTokenClassification", "QUESTION_ANS", "LT501"),
+    ],
+)
+def test_validate_says_what_the_merge_will(
+    model_type: str, trained: str, saved: str, task_type: str | None, code: str | None, tmp_path: Path
+) -> None:
+    """Of adapters for another class than the base's own, of which not every table knows what it needs."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    getattr(transformers, saved)(tiny_config(model_type, "feature-extraction")).save_pretrained(base)
+    model = getattr(transformers, trained).from_pretrained(base)
+    train(model, adapter, target_modules=r".*\.(query|value|q|v|q_proj|v_proj|Wqkv)", task_type=task_type, save=False)
+    found = codes(judge(adapter, base=base), Severity.ERROR)
+    assert found == ({code} if code else set())
+    if code:
+        with pytest.raises(FindingsFound, match=code):
+            plan_merge(base, adapter)
+    else:
+        assert judge(adapter, base=base).skipped == ()
+        plan_merge(base, adapter)
 
 
 def test_a_layer_beside_the_head_may_be_absent_from_the_base(tmp_path: Path) -> None:

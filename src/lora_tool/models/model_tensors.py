@@ -26,7 +26,7 @@ from lora_tool.core.keys import split_layer
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.models.sizes import Sizes, beyond_the_table
-from lora_tool.models.table import architecture_of, is_computed
+from lora_tool.models.table import Architecture, architecture_of, is_computed
 from lora_tool.models.text_classes import TEXT_CLASSES
 
 TABLE = Path(__file__).with_name("model_tensors.jsonl")
@@ -340,6 +340,8 @@ class _Compared:
 
 _WRITING = frozenset({"CAUSAL_LM", "SEQ_2_SEQ_LM"})
 """PEFT's task types of models that write text."""
+_ENDINGS = {"QUESTION_ANS": "ForQuestionAnswering", "SEQ_2_SEQ_LM": "ForConditionalGeneration"}
+"""How their classes end that may hold the parts of the base model themselves."""
 
 
 class ModuleNames(Struct, frozen=True, kw_only=True):
@@ -365,22 +367,32 @@ def module_names(config: ModelConfig, held: frozenset[str], adapter: AdapterConf
         whole = frozenset(map(text.in_whole, held))
         return ModuleNames(prefix="model", headed=inner | whole, bare=_below("model", inner))
     prefixes = prefixes_of(config.model_type or "")
-    writes = adapter.task_type in _WRITING and (arch is None or arch.causal_lm is None)
     without = {name for name, prefix in prefixes.items() if not prefix}
-    if writes or _is_one_of(without, adapter) or not prefixes.keys() & set(config.architectures[:1]):
-        return None
     known = [prefix for prefix, _ in Counter(filter(None, prefixes.values())).most_common()]
     prefix = next((each for each in known if any(name.startswith(f"{each}.") for name in held)), None)
-    if prefix is None:
-        return ModuleNames(prefix=known[0], headed=frozenset(f"{known[0]}.{name}" for name in held), bare=held)
-    return ModuleNames(prefix=prefix, headed=held, bare=_below(prefix, held))
+    bare = held if prefix is None else _below(prefix, held)
+    if _is_one_of(without, adapter):
+        return ModuleNames(prefix="", headed=bare, bare=bare)
+    own = config.architectures[:1]
+    sure = prefix is not None or any(name in prefixes or name.endswith("EncoderModel") for name in own)
+    if not sure or not known or (adapter.task_type in _WRITING and not _has_class(arch, prefixes, adapter)):
+        return None
+    headed = held if prefix is not None else frozenset(f"{known[0]}.{name}" for name in held)
+    return ModuleNames(prefix=prefix or known[0], headed=headed, bare=bare)
+
+
+def _has_class(arch: Architecture | None, classes: Iterable[str], adapter: AdapterConfig) -> bool:
+    """Return whether a table has the class of an adapter that writes text."""
+    of_task = _ENDINGS.get(adapter.task_type or "", "no class")
+    return (arch is not None and arch.causal_lm is not None) or any(name.endswith(of_task) for name in classes)
 
 
 def _is_one_of(classes: Iterable[str], adapter: AdapterConfig) -> bool:
     """Return whether an adapter is for one of the classes, by the class that it was trained on, else by its task."""
     if adapter.trained_class is not None:
         return adapter.trained_class in classes
-    return adapter.task_type == "QUESTION_ANS" and any(name.endswith("ForQuestionAnswering") for name in classes)
+    of_task = _ENDINGS.get(adapter.task_type or "")
+    return of_task is not None and any(name.endswith(of_task) for name in classes)
 
 
 def _below(prefix: str, modules: Iterable[str]) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -28,7 +28,13 @@ from lora_tool.rules.engine.scan import scans_of
 from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
 from lora_tool.rules.merged.subject import MergedSubject
 from lora_tool.rules.model.lt3_tensors import is_wrapped
-from lora_tool.rules.shared.base_match import as_in_memory, match_base, same_names, with_names_in_memory
+from lora_tool.rules.shared.base_match import (
+    as_in_memory,
+    match_base,
+    of_unknown_class,
+    same_names,
+    with_names_in_memory,
+)
 from lora_tool.rules.training.sharded_subject import ShardedSubject, sharded_subject
 
 if TYPE_CHECKING:
@@ -57,27 +63,11 @@ the adapter's names are the base's.
 """
 
 
-def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT115") -> Report:
-    """Return the one finding about a folder that is not opened: by default that it has no weights."""
-    broken = RULES[code]
-    finding = Finding(code=code, severity=broken.severity, path=path, subject=None, message=message, hint=broken.hint)
-    return Report(
-        subjects=(Checked(path=path, kind="unknown folder", rules=(code,)),),
-        findings=(finding,) if broken in tuple(rules) else (),
-    )
-
-
 def broken_files(checkpoint: Checkpoint, problems: tuple[Problem, ...]) -> Report:
     """Return the findings about the files of a folder with these problems."""
     found = Judge(rules=chosen(_OF_FILES)).folder(Subject(checkpoint=replace(checkpoint, problems=problems)))
     paths = {problem.path for problem in problems}
     return replace(found, findings=tuple(finding for finding in found.findings if finding.path in paths))
-
-
-def _say_all(skipped: Sequence[Skipped]) -> None:
-    """Say which rules could not run, which a report only counts where they are many."""
-    for codes, paths, why in by_reason(skipped):
-        decided(f"skipped {spans(codes)} on {paths[0]}: {why}")
 
 
 class Judge(Struct, frozen=True, kw_only=True, eq=False):
@@ -112,7 +102,18 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         """Return the findings about an adapter's folder, its base's files, and rank files in the folder."""
         subject = self.subject(adapter)
         base = [] if self.base is None else [self.unreadable(self.base), self._copied_files(subject, self.base)]
-        return joined([self.folder(subject), *base, self._base_of(subject), *self.rank_files_beside(adapter)])
+        found = self.folder(subject)
+        known = () if found.count(Severity.ERROR) else self._of_unknown_class(subject)
+        return joined([found, *known, *base, self._base_of(subject), *self.rank_files_beside(adapter)])
+
+    def _of_unknown_class(self, subject: AdapterSubject) -> Iterator[Report]:
+        """Yield what a merge finds about an adapter that makes a class which no table knows, or why that is unknown."""
+        memory = None if self.names is None else of_unknown_class(subject, self.names)
+        if isinstance(memory, AdapterSubject):
+            yield replace(self.comparing.folder(memory), subjects=())
+        elif memory is not None:
+            path, needy = str(subject.checkpoint.root), (rule.code for rule in self.rules if Need.CLASS in rule.needs)
+            yield Report(skipped=tuple(Skipped(code=code, path=path, reason=memory) for code in needy))
 
     def together(self, adapters: Sequence[AdapterDir]) -> Report:
         """Return the findings about the combination of adapters that are merged into one base; not those about each."""
@@ -191,6 +192,11 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         )
         return found if self.names is None else with_names_in_memory(found, self.names)
 
+    @property
+    def comparing(self) -> Judge:
+        """The same judge with only those of its rules that compare an adapter with its base."""
+        return replace(self, rules=tuple(rule for rule in self.rules if rule.compares))
+
     def only(self, *beginnings: str) -> Judge:
         """Return the same judge with only those of its rules whose codes begin like this."""
         return replace(self, rules=tuple(rule for rule in self.rules if rule.code.startswith(beginnings)))
@@ -205,7 +211,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         for rule in self.rules:
             if not self._concerns(rule, subject):
                 continue
-            seen = (isinstance(subject, AdapterSubject) and _compares(rule) and subject.in_memory) or subject
+            seen = rule.seen(subject)
             reason = self._why_not(rule, seen)
             found: tuple[Finding | Unchecked, ...] = ()
             if reason is None:
@@ -221,7 +227,8 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
             reasons = [reason, *(each.reason for each in found if isinstance(each, Unchecked))]
             skipped += [Skipped(code=rule.code, path=path, reason=each) for each in reasons if each is not None]
             findings += [each for each in found if isinstance(each, Finding)]
-        _say_all(skipped)
+        for codes, paths, why in by_reason(skipped):  # a report only counts them where they are many
+            decided(f"skipped {spans(codes)} on {paths[0]}: {why}")
         of, command = subject.kind, subject.checkpoint.kind.command
         checked = Checked(path=path, kind=of, command=command, rules=tuple(ran), formats=subject.formats)
         return Report(subjects=(checked,), findings=tuple(findings), skipped=tuple(skipped))
@@ -238,8 +245,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
             return False
         if Need.PAIRS in rule.needs and (not isinstance(subject, MergedSubject) or subject.pairs is None):
             return False
-        has_values = bool(subject.tensors) or rule.on is ShardedSubject
-        return not rule.deep or (self.deep is not False and has_values)
+        return not rule.deep or (self.deep is not False and (bool(subject.tensors) or rule.on is ShardedSubject))
 
     def _why_not(self, rule: Rule, subject: Subject) -> str | None:
         """Return why the rule would say nothing true about the subject; None if it can run."""
@@ -275,11 +281,6 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
                 return f"{subject.why_no_match}: only what has the same name in both was compared"
         model = subject.stored_base if isinstance(subject, AdapterSubject) else subject
         return model.why_no_class if Need.CLASS in rule.needs and isinstance(model, ModelSubject) else None
-
-
-def _compares(rule: Rule) -> bool:
-    """Return whether the rule compares an adapter with its base by names and headers."""
-    return Need.BASE in rule.needs and not rule.deep
 
 
 def _why_no_config(checkpoint: AdapterDir | ModelDir, needs: frozenset[Need]) -> str | None:
@@ -369,9 +370,8 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
         """
 
         def judged(judge: Judge) -> Report:
-            comparing = replace(judge, rules=tuple(filter(_compares, judge.rules)))
             subjects = (as_in_memory(judge.subject(each), each, match) for each in adapters)
-            return joined([judge.together(adapters), *map(comparing.folder, subjects)])
+            return joined([judge.together(adapters), *map(judge.comparing.folder, subjects)])
 
         return self._refuse(judged, None)
 

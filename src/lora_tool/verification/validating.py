@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -35,9 +34,9 @@ from lora_tool.models.mapping.class_tensors import class_tensors
 from lora_tool.plans.base.task import Task
 from lora_tool.rules.bases import named_base
 from lora_tool.rules.engine.base_match import BaseMatch
-from lora_tool.rules.engine.registry import chosen
+from lora_tool.rules.engine.registry import chosen, unopened
 from lora_tool.rules.engine.subjects import ModelSubject, RunSubject, Subject
-from lora_tool.rules.judging import Judge, unopened
+from lora_tool.rules.judging import Judge
 from lora_tool.rules.options import SelectOptions
 from lora_tool.rules.serving.named import SERVER_NAMES, server_named
 from lora_tool.rules.training.saves import FINISHED, Judged, judged, run_table
@@ -148,7 +147,7 @@ def findings_on(
         watch=watch,
         why_no_base=why_no_base,
         ask=class_tensors,
-        names=partial(_names, sure=options.deep is True),
+        names=_names,
     )
     beside = options.checkpoints and not isinstance(checkpoint, ShardedDir)  # whose steps are judged with it
     saves = saves_in(checkpoint.folder) if isinstance(checkpoint, RunDir) or beside else ()
@@ -181,7 +180,7 @@ def judge_checkpoint(path: Path, criteria: Criteria, base: ModelDir | None) -> t
         deep=criteria.deep,
         servers=criteria.servers,
         ask=class_tensors,
-        names=partial(_names, sure=criteria.deep is True),
+        names=_names,
     )
     return _checkpoint_of_run(path, judge)
 

@@ -35,8 +35,7 @@ from lora_tool.formats.files import is_file
 from lora_tool.formats.trainer_state import FILE_NAME as TRAINER_STATE
 from lora_tool.formats.trainer_state import TrainerState, without_history
 from lora_tool.rules.bases import named_base
-from lora_tool.rules.engine.registry import chosen
-from lora_tool.rules.judging import unopened
+from lora_tool.rules.engine.registry import chosen, unopened
 from lora_tool.rules.training.saves import FINISHED, Judged, judged, run_table
 from lora_tool.verification.validating import Criteria, judge_checkpoint, validate
 

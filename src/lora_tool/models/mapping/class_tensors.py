@@ -61,7 +61,7 @@ def _compared(config: ModelConfig, disk: Mapping[str, ShapeOnDisk]) -> ModelTens
         parameters, strangers = Conversion(built).load(disk)
     else:
         facts, parameters, strangers = mapping.facts, mapping.parameters, mapping.unexpected
-    lacking, strange = meta.loading_ignores(class_name)
+    strange = meta.loading_ignores(class_name)[1]
     unexpected = [name for name in strangers if not (is_computed(name) or _matches(strange, name))]
     ends = {name for name in unexpected if is_end(path := name.rpartition(".")[0]) or head_of(path)}
     alone = {made.sources[0]: name for name, made in parameters.items() if len(made.sources) == 1}
@@ -70,7 +70,7 @@ def _compared(config: ModelConfig, disk: Mapping[str, ShapeOnDisk]) -> ModelTens
         missing=tuple(
             name
             for name in missing(facts, parameters)
-            if not (name in facts.buffers or is_computed(name) or _matches(lacking, name))
+            if not (name in facts.buffers or is_computed(name) or name in facts.optional)
         ),
         unexpected=tuple(name for name in unexpected if name not in ends),
         of_other_classes=tuple(name for name in unexpected if name in ends),

@@ -226,6 +226,7 @@ def facts_of(model: PreTrainedModel, dtype: torch.dtype) -> ModelFacts:
     output = model.get_output_embeddings()
     heads = [name for name, shape in shapes.items() if shape[:1] == (LABELS,) and name.endswith(".weight")]
     kept_wide = _kept_wide(model, dtype)
+    may_lack, _ = loading_ignores(type(model).__name__)
     return ModelFacts(
         class_name=type(model).__name__,
         shapes=shapes,
@@ -244,6 +245,7 @@ def facts_of(model: PreTrainedModel, dtype: torch.dtype) -> ModelFacts:
             for name, tensor in tensors.items()
             if (tensor.dtype is torch.float32 is not dtype) or (kept_wide and kept_wide.search(name))
         ),
+        optional=frozenset(name for name in shapes if any(re.search(pattern, name) for pattern in may_lack)),
     )
 
 

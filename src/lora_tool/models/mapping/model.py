@@ -64,6 +64,8 @@ class ModelFacts(Struct, frozen=True, kw_only=True):
     """Parameters that transformers computes when it builds the model, and does not save."""
     keep_in_fp32: frozenset[str]
     """Parameters that transformers loads in float32 in a model of any dtype."""
+    optional: frozenset[str] = frozenset()
+    """What a checkpoint may lack: transformers gives it one value, and says nothing."""
 
     @property
     def label_axes(self) -> dict[str, int]:

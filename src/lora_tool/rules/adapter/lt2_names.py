@@ -10,7 +10,6 @@ from lora_tool.adapters import targeting
 from lora_tool.adapters.experts import IN_EXPERT
 from lora_tool.adapters.readings import AS_THEY_ARE, Readings
 from lora_tool.adapters.view import AdapterView, drift
-from lora_tool.checkpoints import ModelDir
 from lora_tool.core.display import counted, size
 from lora_tool.core.keys import INDEX, PREFIX, Part, is_under, split_layer
 from lora_tool.core.report import Severity
@@ -25,11 +24,12 @@ from lora_tool.models.ends import (
     is_new_module,
 )
 from lora_tool.models.layers import is_beyond
-from lora_tool.models.model_tensors import base_prefixes, module_names
+from lora_tool.models.model_tensors import module_names
 from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
-from lora_tool.rules.shared.base_match import is_decoder, may_be_absent
+from lora_tool.rules.shared.base_match import begin_as_with_a_head, is_decoder, may_be_absent
+from lora_tool.rules.shared.merged_class import makes_unknown_class
 
 _HEADERS_ONLY = frozenset({Need.WEIGHTS, Need.LORA})
 _DEFAULT = "default"
@@ -73,7 +73,7 @@ def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault | Unchecked
     if base is None or base.config is None:
         return
     modules = module_names(base.config, base.modules, subject.config)
-    if modules is None and not _begin_as_with_a_head(subject, base):
+    if modules is None and not begin_as_with_a_head(subject, base):
         yield Unchecked(reason="lora-tool does not know the modules of the base's class, whose names could be compared")
     if modules is None or not any(
         layer.target not in modules.headed and not is_new_module(layer.target) for layer in subject.layers
@@ -88,12 +88,6 @@ def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault | Unchecked
             "no such module"
         )
         yield Fault(subject=path, message=message, hint=hint, severity=Severity.WARNING, mergeable=True)
-
-
-def _begin_as_with_a_head(subject: AdapterSubject, base: ModelDir) -> bool:
-    """Whether all paths begin, as those of the base do, with what classes with a head call their base model."""
-    roots = {module.partition(".")[0] for module in base.modules} & base_prefixes()
-    return all(layer.target.partition(".")[0] in roots for layer in subject.layers if not is_new_module(layer.target))
 
 
 def _adapter_names(view: AdapterView, hint: str) -> Iterator[Fault]:
@@ -320,6 +314,12 @@ def target_not_trained(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `q_proj` has LoRA in only 31 of the 32 layers.
     What to do: Save the adapter again from the training state, or take an earlier checkpoint.
     """
+    # a class that no table knows may lack a part of the base: it is compared in the names of memory
+    if subject.matched.facts is not None or not makes_unknown_class(subject):
+        yield from _without_lora(subject)
+
+
+def _without_lora(subject: AdapterSubject) -> Iterator[Fault]:
     match, config = subject.matched, subject.config
     if config.target_parameters and not match.in_part:
         yield from _parameters_not_trained(subject, match)

@@ -353,7 +353,7 @@ def _lacking_in_memory(subject: AdapterSubject, match: BaseMatch) -> tuple[str, 
     """Return what transformers calls the class, and its parameters that are nowhere."""
     if match.facts is None:
         raise TypeError("transformers was not asked")
-    shapes, tied, unsaved = match.facts.shapes, match.facts.tied, match.facts.unsaved
+    shapes, tied, unsaved = match.facts.shapes, match.facts.tied, match.facts.unsaved | match.facts.optional
     whole = _by_base_names(match, {**subject.view.frozen, **subject.view.saved})
     there = {tied.get(name, name) for name in shapes if name in whole or match.held(name)}
     return match.facts.class_name, [name for name in shapes if tied.get(name, name) not in there | unsaved], None
@@ -370,14 +370,15 @@ def _lacking_on_disk(subject: AdapterSubject, match: BaseMatch) -> tuple[str, li
 
 
 def _nowhere(subject: AdapterSubject, match: BaseMatch, known: ModelTensors) -> list[str]:
-    """Return the parameters that neither base nor adapter has; of a head that is nowhere as a whole other rules tell."""
+    """Return the parameters that neither base nor adapter has; of a classifier's head that is nowhere other rules tell."""
     if not known.missing:
         return []
     whole = _by_base_names(match, {**subject.view.frozen, **subject.view.saved})
     heads = {*map(head_of, whole)} - {None} or {head_of(name) for name in known.missing if _has_head(match)}
     absent = set() if subject.has_output_layer else set(match.arch.causal_only)
     other = {*whole, *absent}
-    return [name for name in known.missing if name not in other and head_of(name) in {None, *heads}]
+    told = (known.class_name or "").endswith(CLASSIFYING)
+    return [name for name in known.missing if name not in other and (not told or head_of(name) in {None, *heads})]
 
 
 def _has_head(match: BaseMatch) -> bool:

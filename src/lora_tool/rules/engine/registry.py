@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from lora_tool.core.choices import closest
 from lora_tool.core.errors import Defect, UnknownRule
-from lora_tool.core.report import Finding, Severity
-from lora_tool.rules.engine.subjects import Matter, Subject
+from lora_tool.core.report import Checked, Finding, Report, Severity
+from lora_tool.rules.engine.subjects import AdapterSubject, Matter, Subject
 
 SECTIONS = ("What it does", "Why it matters", "Example", "What to do")
 """The headings of every rule's page, in order."""
@@ -120,6 +120,15 @@ class Rule(Struct, frozen=True, kw_only=True, eq=False):
     def deep(self) -> bool:
         """Whether it reads the weights themselves."""
         return Need.VALUES in self.needs
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares an adapter with its base by names and headers."""
+        return Need.BASE in self.needs and not self.deep
+
+    def seen(self, subject: Subject) -> Subject:
+        """Return the subject in the names of memory if the rule compares and they are known, else as it is on disk."""
+        return (self.compares and isinstance(subject, AdapterSubject) and subject.in_memory) or subject
 
     @property
     def hint(self) -> str | None:
@@ -262,3 +271,13 @@ def chosen(select: Iterable[str] = (), ignore: Iterable[str] = ()) -> tuple[Rule
     """Return the rules to run, by code: those selected (all without a selection) less those ignored."""
     selected = expand(select) or frozenset(RULES)
     return tuple(RULES[code] for code in sorted(selected - expand(ignore)))
+
+
+def unopened(path: str, message: str, rules: Iterable[Rule], *, code: str = "LT115") -> Report:
+    """Return the one finding about a folder that is not opened: by default that it has no weights."""
+    broken = RULES[code]
+    finding = Finding(code=code, severity=broken.severity, path=path, subject=None, message=message, hint=broken.hint)
+    return Report(
+        subjects=(Checked(path=path, kind="unknown folder", rules=(code,)),),
+        findings=(finding,) if broken in tuple(rules) else (),
+    )

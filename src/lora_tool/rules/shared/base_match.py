@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -18,15 +18,12 @@ from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.models import Architecture, architecture_of
-from lora_tool.models.ends import embeddings, head_of
-from lora_tool.models.model_tensors import tied_modules
+from lora_tool.models.ends import embeddings, head_of, is_new_module
+from lora_tool.models.model_tensors import base_prefixes, tied_modules
 from lora_tool.models.text_classes import TEXT_CLASSES, TextClass
 from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.subjects import AdapterSubject
-
-if TYPE_CHECKING:
-    AskNames = Callable[[AdapterDir, ModelDir, str | None], tuple[AdapterDir, BaseMatch] | str]
-    """Gives adapter and base in the names of memory that a merge for a task would give them, or says why it cannot."""
+from lora_tool.rules.shared.merged_class import makes_unknown_class
 
 _OUTPUT = "lm_head.weight"
 """What every class of transformers that has it on disk has in memory, too."""
@@ -93,6 +90,15 @@ def same_names(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
     return BaseMatch(base=plain, arch=row, in_part=True)
 
 
+class AskNames(Protocol):
+    """Gives adapter and base the names of memory, as a merge for a task does."""
+
+    def __call__(
+        self, adapter: AdapterDir, base: ModelDir, task: str | None, *, sure: bool
+    ) -> tuple[AdapterDir, BaseMatch] | str:
+        """Return both, or a sentence that says why it cannot; only to be `sure` it takes seconds."""
+
+
 def as_in_memory(subject: AdapterSubject, adapter: AdapterDir, match: BaseMatch) -> AdapterSubject:
     """Return the subject with adapter and base in the names of memory."""
     view = view_of(adapter)
@@ -108,10 +114,29 @@ def with_names_in_memory(subject: AdapterSubject, names: AskNames) -> AdapterSub
     base = subject.base
     if base is None or base.config is None or subject.why_no_match != _may_differ(base.config):
         return subject
-    told = names(subject.checkpoint, base, subject.task)
+    told = names(subject.checkpoint, base, subject.task, sure=subject.whole)
     if isinstance(told, str):
         return replace(subject, match=f"{subject.why_no_match}; {told}")
     return replace(subject, in_memory=as_in_memory(subject, *told))
+
+
+def of_unknown_class(subject: AdapterSubject, names: AskNames) -> AdapterSubject | str | None:
+    """Return the subject in the names of memory if no table knows the class that it makes of its base, or why those are
+    not known; None of any other, and where the base has none of the modules.
+    """
+    base, match = subject.base, subject.match
+    if base is None or not isinstance(match, BaseMatch) or not makes_unknown_class(subject):
+        return None
+    if not any(match.tensor(layer.target) for layer in subject.layers):
+        return None
+    told = names(subject.checkpoint, base, subject.task, sure=True)
+    return told if isinstance(told, str) else as_in_memory(subject, *told)
+
+
+def begin_as_with_a_head(subject: AdapterSubject, base: ModelDir) -> bool:
+    """Return whether all paths begin, as those of the base do, with what classes with a head call their base model."""
+    roots = {module.partition(".")[0] for module in base.modules} & base_prefixes()
+    return all(layer.target.partition(".")[0] in roots for layer in subject.layers if not is_new_module(layer.target))
 
 
 def _may_differ(config: ModelConfig) -> str:
