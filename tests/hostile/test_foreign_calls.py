@@ -183,6 +183,8 @@ def test_every_command_refuses_by_file_and_callable(tmp_path: Path, what: str) -
             ["convert", str(pair.adapter), "--to", "peft", *out],
             ["resize", str(pair.adapter), "--rank", "2", *out],
         ]
+    else:
+        calls += [["extract", str(pair.base), "--base", str(FIXTURES / "causal-llama" / "base"), "--rank", "2", *out]]
     for call in calls:
         done = lora_tool(*call)
         assert done.code == 1, call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -15,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import ViTConfig, ViTForImageClassification
 
 from lora_tool import extract, merge, resize, validate, verify
-from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter, WrongValue
+from lora_tool.core.errors import FindingsFound, IncompatibleBase, NotACheckpoint, UnsupportedAdapter, WrongValue
 from lora_tool.core.keys import PREFIX
 from lora_tool.formats.files import read_json
 from lora_tool.formats.stored_numbers import Matrix
 from lora_tool.formats.weights import read_single
 from lora_tool.plans.algebra.krylov import nearest
+from tests.mutations import FIXTURES
 from tests.oracle.peft_merge import different, load_model, save_adapter, save_base, saved_tensors
 from tests.oracle.test_combine import ALL, QV, deltas
 from tests.oracle.tiny import tiny_model
@@ -337,3 +339,49 @@ def test_embeddings_of_encoder_and_decoder_are_refused(tmp_path: Path) -> None:
     )
     out = extract(others, tmp_path / "base", rank=4, out=tmp_path / "out").path
     assert len([name for name in saved_tensors(out) if "relative_attention_bias.weight" in name]) == 2
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A merged model, whose manifest names its base."""
+    place = tmp_path_factory.mktemp("pair")
+    base = shutil.copytree(FIXTURES / "causal-llama" / "base", place / "base")
+    return merge(FIXTURES / "causal-llama" / "adapter", base=base, out=place / "merged", ignore=["LT520"]).path
+
+
+def test_the_base_is_the_one_that_the_model_names(named: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(named, tmp_path / "model")
+    (model / "lora_tool.json").unlink()
+    with pytest.raises(NotACheckpoint, match="no file of this model names the base model") as refused:
+        extract(model, None, rank=4, out=tmp_path / "none")
+    assert refused.value.hint == "give the model that it was trained from: `base=MODEL`"
+    config = read_json(model / "config.json")
+    (model / "config.json").write_text(json.dumps({**config, "_name_or_path": str(named.parent / "base")}))
+    for each in (named, model):
+        out = extract(each, None, rank=4, out=tmp_path / each.parent.name / "out").path
+        assert read_json(out / "lora_tool.json")["inputs"]["base"]["path"] == str(named.parent / "base")
+    (model / "config.json").write_text(json.dumps({**config, "_name_or_path": "../gone"}))
+    with pytest.raises(NotACheckpoint, match=r"model/config\.json names the base \.\./gone: "):
+        extract(model, None, rank=4, out=tmp_path / "gone")
+
+
+@pytest.mark.parametrize("whose", ["model", "base"])
+def test_files_that_are_cut_off_are_the_rules(whose: str, named: Path, tmp_path: Path) -> None:
+    pair = {"model": named, "base": named.parent / "base"}
+    pair[whose] = shutil.copytree(pair[whose], tmp_path / whose)
+    first = min(pair[whose].glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-9])
+    for ignored in ((), ("LT101",)):
+        with pytest.raises(FindingsFound, match="LT101"):
+            extract(pair["model"], pair["base"], rank=4, out=tmp_path / "out", ignore=ignored)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_nan_is_named_where_it_is(name: str, named: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(named, tmp_path / "model")
+    (path,) = (each for each in model.glob("*.safetensors") if name in load_file(each))
+    weights = load_file(path)
+    weights[name].view(-1)[3] = torch.nan
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(UnsupportedAdapter, match=rf"model/{path.name}: `{name}` holds NaN or infinity"):
+        extract(model, named.parent / "base", rank=4, out=tmp_path / "out")

@@ -20,12 +20,12 @@ from lora_tool.workflows.extract import ExtractOptions, extract
     "--base",
     type=FolderOrId(),
     metavar="MODEL",
-    required=True,
-    help=f"The model that MODEL was trained from: {ANYWHERE}.",
+    help=f"The model that MODEL was trained from: {ANYWHERE}.  [default: the one that its lora_tool.json or config.json "
+    "names, if it is on this disk]",
 )
 @options_of(ExtractOptions)
 @run_options
-def command(model: str, *, base: str, **typed: Any) -> None:
+def command(model: str, *, base: str | None, **typed: Any) -> None:
     """Write the adapter that turns the base into MODEL, as closely as its ranks allow.
 
     Both models are read four times, in blocks; no matrix is decomposed whole. For each module it reports how much does

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, get_type_hints, overload
+from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, TypeVar, get_args, get_type_hints, overload
 
 from msgspec import Struct
 
@@ -205,7 +205,7 @@ def _wrong_call(
 class called_with(Generic[Keywords, _Chosen]):  # noqa: N801 - a decorator
     """Give a function that takes options those options as keywords instead, with their types and sentences.
 
-    Its parameters after the options keep their defaults.
+    Its parameters after the options keep their defaults; those before that may be None are None by default.
     """
 
     def __init__(self, options: Callable[Keywords, _Chosen]) -> None:
@@ -225,7 +225,11 @@ class called_with(Generic[Keywords, _Chosen]):  # noqa: N801 - a decorator
         own = inspect.signature(function, eval_str=True)
         kinds = [each.annotation for each in own.parameters.values()]
         position = next(at for at, kind in enumerate(kinds) if isinstance(kind, type) and issubclass(kind, Options))
-        leading, kind = list(own.parameters.values())[:position], kinds[position]
+        kind = kinds[position]
+        leading = [
+            each.replace(default=None) if type(None) in get_args(each.annotation) else each
+            for each in list(own.parameters.values())[:position]
+        ]
 
         types = get_type_hints(kind)
         parameters = list(leading)
@@ -239,7 +243,7 @@ class called_with(Generic[Keywords, _Chosen]):  # noqa: N801 - a decorator
         @functools.wraps(function)
         def call(*inputs: Any, **keywords: Any) -> _Result:
             named = _bound(function.__name__, signature, inputs, keywords)
-            given = [named.pop(each.name) for each in leading]
+            given = [named.pop(each.name, None) for each in leading]
             return function(*given, self.options(**named))  # type: ignore[call-arg] # `named` are `Keywords`
 
         vars(call)["__signature__"] = signature

@@ -74,10 +74,10 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
     """Runs the rules on a folder; validate, merge, verify and push use it, so that all report the same.
 
     Adapters and models are compared with `base`; `why_no_base` is reported without one. `num_labels` and `task`
-    ("reward", "seq-cls", …) are the expected ones, `servers` those that will serve an adapter unmerged. `deep` True
-    reads all weights, False none, None those of adapters; `progress` is called with the bytes read, `watch` with
-    the size of rank files. `ignored`: a merge goes on in spite of these rules, so of their findings only those are
-    returned that make it impossible. `ask` answers for classes of which no table is certain, `names` for their names.
+    ("reward", "seq-cls", …) are the expected ones, `servers` those that will serve an adapter unmerged. `deep` True reads
+    all weights, False none, None those of adapters; `progress` is called with the bytes read, `watch` with the size of
+    rank files. `ignored`: a merge goes on in spite of these rules, so only findings that make it impossible are returned.
+    `ask` answers for classes of which no table is certain, `names` for their names.
     """
 
     rules: tuple[Rule, ...]
@@ -123,9 +123,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         return replace(self.only(OF_SEVERAL).folder(several), subjects=())
 
     def rank_files_beside(self, checkpoint: AdapterDir | ModelDir) -> Iterator[Report]:
-        """Yield the findings about the training checkpoint that HF Trainer wrote to the folder of an adapter or model,
-        or why it cannot be opened.
-        """
+        """Yield the findings about rank files in the folder of an adapter or model, or why they cannot be opened."""
         if not holds_rank_files(checkpoint.folder):
             return
         opened = None
@@ -298,7 +296,6 @@ def _why_no_config(checkpoint: AdapterDir | ModelDir, needs: frozenset[Need]) ->
 
 # The judge of a merge: whether the rules allow adapters and base to be merged, before the plan is made.
 
-
 _LARGE = 64 << 20
 """Bytes of adapters whose values are worth an import before they are read."""
 _NO_HELP = "ignoring the rule does not help, because nothing could be computed"
@@ -336,9 +333,8 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
     ) -> Report:
         """Return the findings about adapters and their base, the same as of `validate`, below `fail_on`.
 
-        Without a base nothing is compared with one. `beside` are the adapters for the rules about
-        several, where those see only part of each; `computing` is False where the plan mostly copies.
-        Raises `FindingsFound` for findings from `fail_on` on, `UnknownRule` for a code that no rule has.
+        Without a base nothing is compared with one. `beside` are the adapters for the rules about several, where those see
+        only part of each; `computing` is False where the plan mostly copies. Raises `FindingsFound`, `UnknownRule`.
         """
         if computing and sum(tensor.nbytes for each in adapters for tensor in each.tensors.values()) >= _LARGE:
             import numpy  # noqa: F401, ICN001 - what computes is imported while values are read
@@ -372,6 +368,15 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
         def judged(judge: Judge) -> Report:
             subjects = (as_in_memory(judge.subject(each), each, match) for each in adapters)
             return joined([judge.together(adapters), *map(judge.comparing.folder, subjects)])
+
+        return self._refuse(judged, None)
+
+    def of_models(self, models: Sequence[ModelDir]) -> Report:
+        """Return the findings about the files of models that are computed with. Raises as `as_stored`."""
+        subjects = tuple(ModelSubject(checkpoint=each) for each in models)
+
+        def judged(judge: Judge) -> Report:
+            return joined([*map(judge.unreadable, models), *map(judge.only(FOREIGN_CALL).folder, subjects)])
 
         return self._refuse(judged, None)
 

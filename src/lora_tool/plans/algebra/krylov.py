@@ -9,6 +9,7 @@ rank r in it is (U·S^½)·(S^½·Vᵀ·Kᵀ), and ‖D - that‖² is ‖D‖²
 from __future__ import annotations
 
 import math
+import shlex
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from msgspec import Struct
 
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.tensors import DType, StoredTensor
+from lora_tool.formats.stored_numbers import blocks as numbers_in
 from lora_tool.formats.stored_numbers import row_blocks
 from lora_tool.plans.algebra.ranks import enough
 
@@ -74,7 +76,21 @@ def nearest(tensor: StoredTensor, base: StoredTensor, *, rank: int, keep: float 
     where one holds NaN or infinity, `SourceChanged` and `CorruptFile` where a file cannot be read.
     """
     name, noise = f"{tensor.path}: `{tensor.name}` or the base's", math.sqrt(_rounding(tensor))
-    return nearest_to(lambda: _differences(tensor, base), tensor.shape, name, noise=noise, rank=rank, keep=keep)
+    try:
+        return nearest_to(lambda: _differences(tensor, base), tensor.shape, name, noise=noise, rank=rank, keep=keep)
+    except UnsupportedAdapter:
+        require_finite(tensor)  # which of the two holds NaN
+        require_finite(base)
+        raise
+
+
+def require_finite(tensor: StoredTensor) -> None:
+    """Return if the tensor holds neither NaN nor infinity. Raises `UnsupportedAdapter`, and as `nearest`."""
+    if tensor.dtype.is_float and not all(np.isfinite(block).all() for block in numbers_in(tensor)):
+        raise UnsupportedAdapter(
+            f"{tensor.path}: `{tensor.name}` holds NaN or infinity",
+            hint=f"lora-tool validate --deep {shlex.quote(str(tensor.path.parent))}",
+        )
 
 
 def nearest_to(
@@ -184,10 +200,14 @@ def _enough(squares: _Array, norm: float) -> int | None:
 
 def _differences(tensor: StoredTensor, base: StoredTensor) -> Iterator[_Array]:
     """Yield rows of tensor - base in float32, which holds the difference of two 16-bit numbers that are near."""
-    step = max(1, _BLOCK // max(1, tensor.shape[1]))
+    step = _rows_in_block(tensor)
     for ours, theirs in zip(row_blocks(tensor, step), row_blocks(base, step), strict=True):
         with np.errstate(all="ignore"):  # NaN and infinity are refused by name
             yield single(ours, tensor.dtype) - single(theirs, base.dtype)
+
+
+def _rows_in_block(tensor: StoredTensor) -> int:
+    return max(1, _BLOCK // max(1, tensor.shape[1]))
 
 
 def single(stored: _Array, dtype: DType) -> _Array:
@@ -203,7 +223,7 @@ def _rounding(tensor: StoredTensor) -> float:
         return 0.0
     place, mask, bias = _EXPONENTS[tensor.dtype]
     counts = np.zeros(mask + 1, np.int64)
-    for rows in row_blocks(tensor, max(1, _BLOCK // max(1, tensor.shape[1]))):
+    for rows in row_blocks(tensor, _rows_in_block(tensor)):
         bits = rows.reshape(-1).view("<u4" if tensor.dtype is DType.F32 else "<u2")
         counts += np.bincount((bits >> place) & mask, minlength=mask + 1)
     spacing = np.exp2(2.0 * (np.maximum(np.arange(mask + 1), 1) - bias))

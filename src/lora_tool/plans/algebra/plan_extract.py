@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from lora_tool.checkpoints import ADAPTER_WEIGHTS, ModelDir, require_whole
+from lora_tool.checkpoints import ADAPTER_WEIGHTS, ModelDir
 from lora_tool.checkpoints.sources import Reference, opened_model, source_of
 from lora_tool.core.display import counted
 from lora_tool.core.errors import UnsupportedAdapter
@@ -33,6 +33,7 @@ from lora_tool.plans.core.factor_ops import Beside, Columns
 from lora_tool.plans.core.ops import Assemble, Copy, Op, Precision, copied_as, row_ops
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step
+from lora_tool.rules.judging import MergeJudge
 
 _LARGEST = (32, 128, 512)
 """Ranks that are tried, one after the other, where the user gives a share and no rank."""
@@ -84,20 +85,21 @@ def plan_extract(
     keep: float | None = None,
     save: Iterable[str] = (),
     dtype: DType | str | None = None,
+    ignore: Iterable[str] = (),
 ) -> Plan:
     """Return the plan of the adapter that makes `base` the fine-tuned `model`, as near as its ranks allow.
 
     Matrices that differ become LoRA: `rank` is what each gets at most, `keep` the share of ‖D‖² beyond rounding noise
     that each keeps at least, at the lowest rank that does. Norms, embeddings, heads, and the modules of `save` are
     saved whole; what is the same is left out. Factors are computed here, in four passes over both models, and lie in
-    `spool`. A classifier of a causal base gives a reward adapter. `dtype` None is float32. Raises `UnsupportedAdapter`
-    for what an adapter has no place for, and where `keep` needs more than rank 512; `WrongValue`, and as `open_model`.
+    `spool`. A classifier of a causal base gives a reward adapter. `dtype` None is float32. The rules but those of
+    `ignore` judge the files of both. Raises `FindingsFound`, `UnsupportedAdapter` for what an adapter has no place for,
+    and where `keep` needs more than rank 512; `WrongValue`, and as `open_model`.
     """
     requested = Ranks(rank=rank, keep=keep)
     kind = DType.F32 if dtype is None else float_type(dtype)
     tuned, first = opened_model(model), opened_model(base)
-    require_whole(tuned)
-    require_whole(first)
+    report = MergeJudge(ignore=tuple(ignore)).of_models((tuned, first))
     found = differing(tuned, first, frozenset(save))
     if not found.low_rank:
         what = "nothing differs"
@@ -129,6 +131,7 @@ def plan_extract(
         precision=Precision.FLOAT32,
         input_names={tuned.root: "model", first.root: "base"},
         hashed=weights_of((tuned, first)),
+        findings=report.findings,
         notes=tuple(_notes(tuned, first, modules, whole)),
         warnings=tuple(_warnings(modules)),
         manifest={
@@ -252,9 +255,12 @@ def _steps(each: Extracted, factors: tuple[StoredTensor, StoredTensor], dtype: D
 
 
 def _whole_steps(tuned: ModelDir, found: Differing) -> Iterator[Step]:
+    from lora_tool.plans.algebra.krylov import require_finite  # numpy, where values are read
+
     tied = ((name, saved_as) for saved_as, name in found.tied.items())
     for name, saved_as in (*found.whole.items(), *tied):
         tensor = tuned.tensors[name]
+        require_finite(tensor)
         out = TensorSpec(name=f"{PREFIX}{saved_as}", dtype=tensor.dtype, shape=tensor.shape)
         yield Step(out=out, op=Copy(source=tensor), action=TensorAction.COPIED, reason=f"copied from {tuned.root}")
 

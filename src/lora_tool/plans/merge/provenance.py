@@ -92,7 +92,7 @@ def find_inputs(
     weights = given if any(weight != 1 for weight in given) else recorded
     return Provenance(
         merged=model,
-        base=_open_base(model, opened[0], base, open_base),
+        base=open_base(_base_named_by(model, opened[0])) if base is None else opened_model(base),
         adapters=opened,
         weights=weights,
     )
@@ -118,30 +118,38 @@ def _recorded_adapters(merged: ModelDir) -> Iterator[Path]:
         )
 
 
-def _open_base(
-    merged: ModelDir, adapter: AdapterDir, given: Reference | None, open_base: Callable[[Path], ModelDir]
-) -> ModelDir:
-    if given is not None:
-        return opened_model(given)
-    recorded = _recorded(merged, "base")
+def _base_named_by(merged: ModelDir, adapter: AdapterDir) -> Path:
+    hint = f"lora-tool verify {shlex.quote(str(merged.root))} --adapter {shlex.quote(str(adapter.root))} --base MODEL"
+    return base_named_by(merged, adapter, hint=hint)
+
+
+def base_named_by(model: ModelDir, adapter: AdapterDir | None = None, *, hint: str) -> Path:
+    """Return the folder of the base that the model's manifest names, else the `adapter`, else its own config.
+
+    Raises `NotACheckpoint` with the `hint` where none does, and as `resolve` where it is not on this disk.
+    """
+    recorded = _recorded(model, "base")
     if recorded is not None:
-        return open_base(_resolve_named(recorded, merged, "base"))
-    own = merged.config.raw.get("_name_or_path") if merged.config else None
+        return _resolve_named(recorded, model, "base", hint=hint if adapter is None else None)
+    own = model.config.raw.get("_name_or_path") if model.config else None
+    named = adapter.config if adapter is not None else None
     names = [
-        (adapter.config.base_model if adapter.config else None, adapter.config.revision if adapter.config else None),
+        (named.base_model if named else None, named.revision if named else None),
         (own if isinstance(own, str) else None, None),
     ]
-    hint = f"lora-tool verify {shlex.quote(str(merged.root))} --adapter {shlex.quote(str(adapter.root))} --base MODEL"
     for name, revision in names:
         if name:
             try:
-                path = resolve(name, near=adapter.root, revision=revision).path
+                path = resolve(name, near=model.root if adapter is None else adapter.root, revision=revision).path
             except CheckpointError as error:
+                if model.config is not None and name is own:
+                    error.args = (f"{model.config.path} names the base {name}: {error}",)
                 error.hint = error.hint or hint
                 raise
-            if not path.samefile(merged.root):
-                return open_base(path)
-    raise NotACheckpoint(f"{merged.root}: neither this model nor the adapter names the base model", hint=hint)
+            if not path.samefile(model.root):
+                return path
+    nor = "no file of this model" if adapter is None else "neither this model nor the adapter"
+    raise NotACheckpoint(f"{model.root}: {nor} names the base model", hint=hint)
 
 
 def _recorded(merged: ModelDir, name: str) -> Mapping[str, Any] | None:
@@ -149,7 +157,7 @@ def _recorded(merged: ModelDir, name: str) -> Mapping[str, Any] | None:
     return entry if entry.get("path") or entry.get("hub_id") else None
 
 
-def _resolve_named(entry: Mapping[str, Any], merged: ModelDir, name: str) -> Path:
+def _resolve_named(entry: Mapping[str, Any], merged: ModelDir, name: str, *, hint: str | None = None) -> Path:
     hub_id, revision = entry.get("hub_id"), entry.get("revision")
     reference = f"hf://{hub_id}" if hub_id else str(entry.get("path"))
     option = f"--{name} {name.upper()}"
@@ -158,7 +166,7 @@ def _resolve_named(entry: Mapping[str, Any], merged: ModelDir, name: str) -> Pat
     except CheckpointError as error:
         raise NotACheckpoint(
             f"{merged.root} was made from the {name} {printable_reference(entry)}, which no longer exists: {error}",
-            hint=f"lora-tool verify {shlex.quote(str(merged.root))} {option}",
+            hint=hint or f"lora-tool verify {shlex.quote(str(merged.root))} {option}",
         ) from error
 
 
