@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime as dt
+import os
 import pathlib
 import pickle
 import random
@@ -252,7 +253,25 @@ def of_the_optimizer(folder: Path) -> Path:
     return folder / "optimizer_0" / ".metadata"
 
 
-MADE = [of_a_rank, of_a_chunk, of_the_metadata, beside_the_ranks, of_the_optimizer]
+class Called:
+    """Unpickled by torch's own loader, it runs a program."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.system, ("true",))
+
+
+def of_an_object(folder: Path) -> Path:
+    save_dcp({"model": {"a.weight": torch.ones(4, 4)}, "data": {"at": [Called()]}}, checkpoint_id=folder, no_dist=True)
+    return next(folder.glob("*.distcp"))
+
+
+def of_an_object_beside(folder: Path) -> Path:
+    shutil.copytree(FIXTURES / "fsdp2-full", folder)
+    save_dcp({"a": torch.ones(4, 4), "data": Called()}, checkpoint_id=folder / "optimizer_0", no_dist=True)
+    return next((folder / "optimizer_0").glob("*.distcp"))
+
+
+MADE = [of_a_rank, of_a_chunk, of_the_metadata, beside_the_ranks, of_the_optimizer, of_an_object, of_an_object_beside]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -269,6 +288,22 @@ def test_consolidate_refuses_by_file_and_callable(tmp_path: Path, make: Callable
     done = lora_tool("consolidate", str(tmp_path / "run"), "-o", str(out), "--ignore", "LT116")
     assert done.code == 0, done
     assert out.is_dir()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_objects_of_a_healthy_run_are_silent(tmp_path: Path) -> None:
+    objects = {
+        "lr": 1e-4,
+        "rng": random.getstate(),
+        "numpy": np.random.default_rng(3),
+        "at": collections.OrderedDict(a=1),
+    }
+    save_dcp(
+        {"model": {"a.weight": torch.ones(4)}, "states": objects, "loader": [Settings()]},
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    assert "LT116" not in lora_tool("validate", str(tmp_path)).out
 
 
 def test_many_names_take_no_time(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -22,11 +22,12 @@ from lora_tool.core.display import some
 from lora_tool.core.errors import CorruptFile, Defect, IncompleteCheckpoint, Problem, UnsupportedCheckpoint
 from lora_tool.core.tensors import DType, FileStamp, Span, StoredTensor, TensorSpec, is_tensor_name
 from lora_tool.formats import pieces
+from lora_tool.formats.dcp_objects import foreign_objects, is_tensor
 from lora_tool.formats.distributed_tensors import KNOWN
 from lora_tool.formats.files import open_regular, read_all, read_at, require_inside
 from lora_tool.formats.pickle_names import problems_of
-from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Stub, name_of
-from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load
+from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Stub
+from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load, no_storage
 from lora_tool.formats.pieces import Piece, assembled
 from lora_tool.formats.state_dicts import TO_ONE_FILE, module_names
 from lora_tool.formats.torch_objects import ElementType, LazyTensor
@@ -133,8 +134,9 @@ def _read_metadata(folder: Path, name: str, module: str | None) -> DcpFolder:
     path = folder / name
     data = read_all(path, limit=MAX_PICKLE_BYTES, too_large=Defect.PICKLE)
     try:
-        found, unknown = load(data, known=KNOWN, persistent=_no_storage)
-        problems = tuple(problems_of(path, unknown, weights=True))
+        found, unknown = load(data, known=KNOWN, persistent=no_storage)
+        objects = foreign_objects(path, found) if isinstance(found, Stub) else ()
+        problems = (*problems_of(path, unknown, weights=True), *objects)
         return replace(_interpret(folder, found, module), metadata=(name,), problems=problems)
     except ValueError as error:
         raise CorruptFile.of(path, Defect.PICKLE, str(error)) from error
@@ -172,10 +174,6 @@ def _merged(folder: Path, ranks: Sequence[DcpFolder]) -> DcpFolder:
     )
 
 
-def _no_storage(_: object) -> NoReturn:
-    raise ValueError("holds a pickle with storages, which metadata never has")
-
-
 def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
     if not isinstance(found, Stub):
         raise ValueError("does not hold a Metadata object")  # noqa: TRY004 - of the file, not of Python
@@ -188,7 +186,7 @@ def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
         for name, entry in stored.items()
         if isinstance(name, str) and isinstance(entry, Stub) and entry.get("size") is not None
     }
-    unsized = [name for name in stored.keys() - entries.keys() if _is_tensor(stored[name])]
+    unsized = [name for name in stored.keys() - entries.keys() if is_tensor(stored[name])]
     if unsized:
         raise ValueError(f"lists `{unsized[0]}` without a size")
     # the keys that were joined to a name: ("model", "lm_head.weight")
@@ -224,10 +222,6 @@ def _interpret(folder: Path, found: object, module: str | None) -> DcpFolder:
         optimised=frozenset(filter(None, map(_parameter_of, others))),
         save_id=save_id,
     )
-
-
-def _is_tensor(entry: object) -> bool:
-    return isinstance(entry, Stub) and name_of(type(entry)).endswith("TensorStorageMetadata")
 
 
 def _state_of(path: tuple[Any, ...]) -> str:

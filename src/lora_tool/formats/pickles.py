@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from lora_tool.formats.pickle_machine import DEEPEST, MOST_CONTAINERS, Machine, Refused
 from lora_tool.formats.pickle_objects import Global, Stub
@@ -67,6 +67,11 @@ def names_in(data: bytes, at: int = 0) -> Mapping[Global, bool]:
         found |= {name: called or stated for name, called in machine.unknown.items()}
         at = len(data) if failed else machine.end
     return found
+
+
+def no_storage(_: object) -> NoReturn:
+    """Raise `ValueError` for a storage, as `persistent` of metadata, which never has one."""
+    raise ValueError("holds a pickle with storages, which metadata never has")
 
 
 def _require_plain(loaded: object) -> None:

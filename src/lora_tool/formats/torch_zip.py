@@ -14,7 +14,7 @@ import shlex
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -363,3 +363,24 @@ def _stored(file: TorchFile, name: object, item: object) -> StoredTensor:
         message = f"is {kind}, expected a tensor: this is not the state dict of a model or an adapter"
         raise CorruptFile.of(file.path, Defect.BAD_HEADER, message, name)
     return file.stored(item, name)
+
+
+# The pickles in an archive whose contents nothing reads.
+
+
+LARGEST = 16 << 20
+"""Bytes of a pickle that are read: the structure of a checkpoint, whose tensors lie behind it or beside it."""
+_MOST_MEMBERS = 64
+"""Pickles of one archive that are read; torch's have one."""
+
+
+def pickles_in(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the pickles of an archive of torch; none of what is not one."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".pkl")]
+            for name in names[:_MOST_MEMBERS]:
+                with archive.open(name) as member:
+                    yield member.read(LARGEST)
+    except ZIP_ERRORS:
+        return  # another rule's

@@ -318,9 +318,9 @@ def foreign_call(subject: Subject) -> Iterator[Fault]:
     """A pickle that calls what no checkpoint needs.
 
     What it does: Reads the names in every pickle of the folder, without importing or running one: weights, rank files,
-    and what a run is resumed from, such as `optimizer.pt` and `training_args.bin`. Functions that rebuild tensors,
-    arrays and plain values, and classes of trainers, are fine; anything else of Python's own, and any other function,
-    is not. Of a file other than weights the first 16 MB are read.
+    and what a run is resumed from, such as `optimizer.pt`, `training_args.bin` and the objects in `.distcp` files.
+    Functions that rebuild tensors, arrays and plain values, and classes of trainers, are fine; anything else of Python's
+    own, and any other function, is not. Of a file other than weights the first 16 MB are read.
     Why it matters: A program that loads the file runs what it names. Such a file was made to do harm.
     Example: `adapter_model.bin` calls `posix.system`.
     What to do: Do not load the file with another program, and do not trust the rest of the folder. Save the checkpoint
@@ -332,7 +332,7 @@ def foreign_call(subject: Subject) -> Iterator[Fault]:
 
         with contextlib.suppress(CorruptFile, OSError):
             for problem in foreign_calls(path):
-                yield Fault(message=problem.message, subject=problem.subject, path=path)
+                yield Fault(message=problem.message, subject=problem.subject, path=problem.path)
 
 
 def _unread(subject: Subject) -> Iterator[Path]:
