@@ -102,6 +102,14 @@ def renamed(folder: Path, change: Callable[[str], str]) -> None:
     write(folder / WEIGHTS, {change(name): tensor for name, tensor in read(folder / WEIGHTS).items()})
 
 
+def renamed_in_model(folder: Path, old: str, new: str) -> None:
+    """Give every tensor of a sharded model with `old` in its name `new` there."""
+    for path in folder.glob("*.safetensors"):
+        write(path, {name.replace(old, new): tensor for name, tensor in read(path).items()})
+    index = folder / INDEX
+    index.write_text(index.read_text().replace(old, new))
+
+
 def lora(module: str, *, rows: int, columns: int, rank: int = 4) -> Tensors:
     """Return a pair for a new module."""
     name = f"{PREFIX}{module}.lora_"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tests import checkpoint_edits as edit
-from tests.checkpoint_edits import INDEX, fields, lora, trained_tokens
+from tests.checkpoint_edits import fields, lora, renamed_in_model, trained_tokens
 from tests.mutations.registry import CAUSAL, Edit, breaks, enter, merged_in
 
 
@@ -15,11 +14,7 @@ def _base_of_experts(folder: Path) -> None:
     base = folder.parent / "base"
     with fields(base, "config.json") as config:
         config |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-    for path in base.glob("*.safetensors"):
-        held = edit.read(path)
-        edit.write(path, {name.replace(".mlp.", ".block_sparse_moe.experts.0."): held[name] for name in held})
-    index = base / INDEX
-    index.write_text(index.read_text().replace(".mlp.", ".block_sparse_moe.experts.0."))
+    renamed_in_model(base, ".mlp.", ".block_sparse_moe.experts.0.")
 
 
 @breaks("LT511", CAUSAL, with_base=True)

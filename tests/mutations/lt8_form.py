@@ -78,6 +78,12 @@ def _served_packed_queries(folder: Path) -> None:
 
 
 EDITS = {
+    "LT814 for vLLM": Edit(
+        CAUSAL,
+        by=plain,
+        renamed=lambda name: name.replace(".mlp.down_proj.", ".mlp.experts.0.down_proj."),
+        options={"servers": ["vllm"], "select": ("LT814",)},
+    ),
     "LT813": Edit(CAUSAL, by=plain, options={"servers": ["mlx"]}),
     **for_servers("LT806", Edit(CAUSAL, config={"use_rslora": False}), "vllm", "sglang"),
     **for_servers("LT807", Edit(CAUSAL, by=plain, config={"use_rslora": True}), "sglang", "llama.cpp"),

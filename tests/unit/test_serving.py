@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from lora_tool import validate
+from lora_tool import prepare, validate, verify
 from lora_tool.checkpoints import AdapterDir, open_checkpoint
+from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.report import Severity
 from lora_tool.plans.algebra.plan_prepare import plan_prepare
 from lora_tool.rules.engine.subjects import Server
+from lora_tool.rules.serving.forms import FORMS
+from lora_tool.rules.serving.together import path_with
 from lora_tool.workflows.written import Written
 from tests import checkpoint_edits as edit
 from tests.judging import codes, judge, lines
@@ -95,6 +98,103 @@ def test_a_pattern_of_ranks_alone_is_right_in_llama_cpp(tmp_path: Path) -> None:
     with edit.fields(folder) as config:
         config |= {"use_rslora": False, "alpha_pattern": {}}
     assert codes(judge(folder, servers=["llama.cpp"])) == set()
+
+
+IN = "model.layers.0."
+MIXTRAL = f"{IN}block_sparse_moe.gate"
+PATHS = [
+    ("vllm", "mixtral", f"{IN}mlp.gate", MIXTRAL),
+    ("vllm", "mixtral", f"{IN}mlp.experts.1.w1", f"{IN}block_sparse_moe.experts.1.w1"),
+    ("vllm", "mixtral", MIXTRAL, MIXTRAL),
+    ("vllm", "minimax_m2", f"{IN}mlp.gate", MIXTRAL),
+    ("vllm", "phimoe", f"{IN}mlp.router", MIXTRAL),
+    ("vllm", "granitemoehybrid", f"{IN}block_sparse_moe.router", MIXTRAL),
+    ("vllm", "granitemoe", f"{IN}block_sparse_moe.router.layer", MIXTRAL),
+    ("vllm", "afmoe", f"{IN}mlp.router.gate", f"{IN}mlp.gate"),
+    ("vllm", "hy_v3", f"{IN}mlp.shared_experts.up_proj", f"{IN}mlp.shared_mlp.up_proj"),
+    ("vllm", "hy_v3", f"{IN}mlp.gate", f"{IN}mlp.gate"),
+    ("vllm", "laguna", f"{IN}mlp.shared_experts.up_proj", f"{IN}mlp.shared_expert.up_proj"),
+    ("vllm", "deepseek_v3", f"{IN}mlp.shared_experts.up_proj", f"{IN}mlp.shared_experts.up_proj"),
+    ("vllm", "qwen3_moe", f"{IN}mlp.gate", f"{IN}mlp.gate"),
+    ("vllm", "nemotron_h", f"{IN}mixer.gate", None),
+    ("vllm", "nemotron_h", f"{IN}mixer.up_proj", f"{IN}mixer.up_proj"),
+    ("mlx", "mixtral", f"{IN}mlp.gate", MIXTRAL),
+    ("mlx", "granitemoe", f"{IN}block_sparse_moe.router", f"{IN}block_sparse_moe.router.layer"),
+    ("mlx", "granitemoe", f"{IN}block_sparse_moe.router.layer", f"{IN}block_sparse_moe.router.layer"),
+    ("llama.cpp", "deepseek_v3", f"{IN}self_attn.q_b_proj", None),
+    ("llama.cpp", "deepseek_v3", "lm_head", None),
+    ("llama.cpp", "deepseek_v3", f"{IN}self_attn.o_proj", f"{IN}self_attn.o_proj"),
+    ("llama.cpp", "deepseek_v4", f"{IN}self_attn.q_b_proj", f"{IN}self_attn.q_b_proj"),
+    ("llama.cpp", "kimi_linear", f"{IN}self_attn.o_proj", None),
+    ("llama.cpp", "kimi_linear", f"{IN}mlp.gate", f"{IN}mlp.gate"),
+    ("llama.cpp", "llama", f"{IN}self_attn.q_proj", f"{IN}self_attn.q_proj"),
+    ("llama.cpp", "gpt2", "transformer.wpe", None),
+    ("sglang", "mixtral", f"{IN}mlp.gate", f"{IN}mlp.gate"),
+]
+"""Server, model type, module in transformers 5, the server's name for it; None where it applies no LoRA to it."""
+
+
+@pytest.mark.parametrize(("server", "model_type", "module", "there"), PATHS)
+def test_a_server_has_its_own_names_of_modules(server: str, model_type: str, module: str, there: str | None) -> None:
+    assert path_with(module, FORMS[Server(server)].names((model_type,))) == there
+
+
+IGNORED = ["LT318", "LT510"]  # of bases whose modules have other names
+
+
+def renamed_modules(folder: Path, old: str, new: str, model_type: str) -> Path:
+    """Make one module's name in the adapter and its base another, and the base a model of that type."""
+    base = folder.parent / "base"
+    edit.renamed(folder, lambda name: name.replace(old, new))
+    edit.renamed_in_model(base, old, new)
+    leaves = [name.strip(".").rpartition(".")[2] for name in (old, new)]
+    with edit.fields(base, "config.json") as config, edit.fields(folder) as own:
+        config["model_type"] = model_type
+        own["target_modules"] = [leaves[1] if name == leaves[0] else name for name in own["target_modules"]]
+        own["base_model_name_or_path"] = str(base)
+    return base
+
+
+@pytest.mark.parametrize("given", [True, False])  # the base that the config names is enough
+def test_vllm_gets_a_router_under_its_own_name(given: bool, tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    plain(folder)
+    base = renamed_modules(folder, ".self_attn.q_proj.", ".mlp.gate.", "mixtral")
+    (found,) = judge(folder, base=base, servers=["vllm"], select=("LT820",)).findings
+    assert "block_sparse_moe.gate" in found.message
+    assert "--for vllm --base" in str(found.hint)
+    out = prepare(folder, "vllm", base=base if given else None, out=tmp_path / "out", ignore=IGNORED).path
+    modules = {name.partition(".lora_")[0].partition(".layers.")[2] for name in edit.read(out / edit.WEIGHTS)}
+    assert "0.block_sparse_moe.gate" in modules
+    assert "0.mlp.gate" not in modules
+    assert "0.self_attn.v_proj" in modules
+    assert not judge(out, base=base, servers=["vllm"], select=("LT8",)).findings
+    assert not verify(out).report.findings
+
+
+def test_vllm_gets_lora_of_zeros_on_the_other_matrices_of_experts(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    plain(folder)
+    base = renamed_modules(folder, ".mlp.", ".mlp.experts.0.", "qwen3_moe")
+    (found,) = judge(folder, base=base, servers=["vllm"], select=("LT814",)).findings
+    assert "`model.layers.0.mlp.experts.0.gate_proj`" in found.message
+    with pytest.raises(UnsupportedAdapter, match="only some matrices of a layer's experts"):
+        plan_prepare(folder, "vllm", ignore=IGNORED)
+    out = prepare(folder, "vllm", base=base, out=tmp_path / "out", ignore=IGNORED).path
+    table = edit.read(out / edit.WEIGHTS)
+    zeros = [name for name in table if "lora_B" in name and not any(table[name].data)]
+    assert {name.rpartition(".lora_B")[0][-9:] for name in zeros} == {"gate_proj", "0.up_proj"}
+    assert not judge(out, base=base, servers=["vllm"], select=("LT8", "LT219")).findings
+    assert not verify(out).report.findings
+
+
+def test_llama_cpp_gets_no_lora_that_it_does_not_apply(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    plain(folder)
+    base = renamed_modules(folder, ".self_attn.q_proj.", ".self_attn.q_a_proj.", "deepseek_v3")
+    with pytest.raises(UnsupportedAdapter, match="does not apply in a deepseek_v3 model") as refused:
+        plan_prepare(folder, "llama.cpp", base=base, ignore=IGNORED)
+    assert "lora-tool merge" in str(refused.value.hint)
 
 
 @pytest.mark.parametrize("config", [None, '{"model_type": "llama", "text_config": {"model_type": []}}', "{}", "[]"])

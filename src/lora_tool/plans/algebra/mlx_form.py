@@ -24,7 +24,7 @@ from lora_tool.plans.algebra.whole_plan import SAME, Beginnings
 from lora_tool.plans.core.factor_ops import Beside, Columns, Mix, SmallMatrix
 from lora_tool.plans.core.ops import Assemble, Op, RowOp, copied_as, row_ops
 from lora_tool.plans.core.steps import SideFile, Step
-from lora_tool.rules.serving.forms import ROUTER, USUAL_LAYERS, layers_of
+from lora_tool.rules.serving.forms import USUAL_LAYERS, layers_of
 
 _ALL_LAYERS = -1
 """MLX-LM puts LoRA on so many layers, counted from the last; a module without factors in the file stays as it is."""
@@ -132,8 +132,6 @@ _LAYERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Where the classes of `mlx_lm/models/` have their layers, by model type, if that is not where transformers has them."""
-_STORED_ROUTER = ".block_sparse_moe.gate"
-"""The name of Mixtral's router on disk, and of MLX-LM's in memory."""
 
 
 def mlx_beginnings(view: AdapterView, base: ModelDir | None) -> Beginnings:
@@ -168,13 +166,6 @@ def mlx_beginnings(view: AdapterView, base: ModelDir | None) -> Beginnings:
             hint=f"merge it instead: lora-tool merge {shlex.quote(str(view.adapter.root))}",
         )
     return Beginnings(text=_dotted(own), whole=_dotted(theirs))
-
-
-def mlx_path(module: str, names: Beginnings, base: ModelDir | None) -> str:
-    """Return a module's path in MLX-LM's model; a router keeps the name that the base's checkpoint has for it."""
-    path = names.path(module)
-    stored = path.removesuffix(ROUTER) + _STORED_ROUTER
-    return stored if path.endswith(ROUTER) and base is not None and f"{stored}.weight" in base.tensors else path
 
 
 def _theirs(own: str, base: ModelDir | None) -> str | None:

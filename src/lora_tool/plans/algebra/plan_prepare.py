@@ -22,13 +22,20 @@ from lora_tool.models.ends import PEFT_CLASSIFIERS, head_of, is_end
 from lora_tool.plans.algebra.changes import changes_of
 from lora_tool.plans.algebra.factor_steps import exact_type, small_warnings
 from lora_tool.plans.algebra.gguf_form import GgufFactors, gguf_factors
-from lora_tool.plans.algebra.mlx_form import mlx_beginnings, mlx_config, mlx_path, rope_notes
+from lora_tool.plans.algebra.mlx_form import mlx_beginnings, mlx_config, rope_notes
 from lora_tool.plans.algebra.peft_config import all_but, config_of_sum, is_narrowed, require_known, with_experts
 from lora_tool.plans.algebra.ranks import ModuleRank, rank_lines
 from lora_tool.plans.algebra.served import Idle, ServedFactors, idle_modules, served_factors, served_steps
 from lora_tool.plans.algebra.spool import OpenSpool
 from lora_tool.plans.algebra.terms import factors_of_sum
-from lora_tool.plans.algebra.whole_plan import SAME, adapter_plan, beginnings_of, magnitude_steps, whole_tensors
+from lora_tool.plans.algebra.whole_plan import (
+    SAME,
+    Beginnings,
+    adapter_plan,
+    beginnings_of,
+    magnitude_steps,
+    whole_tensors,
+)
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import SideFile
 from lora_tool.rules.bases import named_base
@@ -36,13 +43,15 @@ from lora_tool.rules.judging import MergeJudge
 from lora_tool.rules.serving.forms import (
     ServingForm,
     alone_text,
+    experts_in_the_way,
     form_of,
     in_the_way,
     names_in_the_way,
+    not_applied,
     stacks_in_the_way,
 )
 from lora_tool.rules.serving.named import server_named
-from lora_tool.rules.serving.together import lacking, outside_language
+from lora_tool.rules.serving.together import lacking, model_types_of, outside_language, path_with
 
 
 @named_in_errors
@@ -82,18 +91,13 @@ def plan_prepare(
     report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), judged, computing=False)
     view = view_of(opened)
     _require_form(view, chosen, model, judged, approximate=approximate)
-    names, layout = SAME, layout_of(judged.config) if form.gguf and judged and judged.config else None
-    if form.whole_models or form.mlx:
-        names = beginnings_of(view, model) if form.whole_models else mlx_beginnings(view, model)
+    names = _names(view, form, model, judged)
+    layout = layout_of(judged.config) if form.gguf and judged and judged.config else None
     as_dora = form.dora and not (approximate and model is not None)
     based = None if model is None else names.base(model)
     changes = changes_of(view, form, based, spool, max_rank=max_rank, as_dora=as_dora)
     # MLX-LM's config has module paths, too
-    sums = (
-        tuple(replace(each, module=mlx_path(each.module, names, model)) for each in changes.sums)
-        if form.mlx
-        else changes.sums
-    )
+    sums = tuple(replace(each, module=names.path(each.module)) for each in changes.sums) if form.mlx else changes.sums
     served = served_factors(view, form, sums, max_rank=max_rank, approximate=approximate)
     lowered = bool(served.turned.matrices)
     out = kind or (DType.F32 if layout else exact_type(served.sums, turned=lowered))
@@ -104,7 +108,7 @@ def plan_prepare(
     # from the adapter's own factors, which `verify` reads too: those computed with the base are rounded
     idle: tuple[Idle, ...] = ()
     if form.together and model:
-        idle = tuple(idle_modules(factors_of_sum((view,), (1.0,)), model, form.together))
+        idle = tuple(idle_modules(factors_of_sum((view,), (1.0,)), based or model, form.together))
     zeros = (step for each in idle for step in each.steps(out, served.rank_of_idle))
     gguf = None if layout is None else gguf_factors(served, layout, out)
     if gguf and out is DType.F64:
@@ -115,7 +119,7 @@ def plan_prepare(
         (opened,),
         (1.0,),
         steps if form.mlx or gguf else names.steps(steps),
-        None if gguf else _config(view, form, served, idle, model, as_dora=as_dora),
+        None if gguf else _config(view, form, served, idle, model, names, as_dora=as_dora),
         dropped=(*whole.dropped, *changes.records),
         findings=report.findings,
         notes=_notes(view, form, served, ranks, model, idle, gguf),
@@ -139,6 +143,18 @@ def plan_prepare(
     return replace(plan, warnings=(*plan.warnings, *_warnings(form, served, model, out)))
 
 
+def _names(view: AdapterView, form: ServingForm, base: ModelDir | None, judged: ModelDir | None) -> Beginnings:
+    """Return what the server calls the modules of the `base`, or of the one that the rules compare the adapter with."""
+    names = beginnings_of(view, base) if form.whole_models else mlx_beginnings(view, base) if form.mlx else SAME
+    own = form.names(model_types_of(judged))
+    used = {
+        ours: theirs
+        for ours, theirs in own.items()
+        if theirs and any(path_with(layer.target, {ours: theirs}) != layer.target for layer in view.layers)
+    }
+    return replace(names, parts=used) if used else names
+
+
 def _require_form(
     view: AdapterView, server: str, base: ModelDir | None, judged: ModelDir | None, *, approximate: bool
 ) -> None:
@@ -146,7 +162,10 @@ def _require_form(
     config, root, form = view.config, shlex.quote(str(view.adapter.root)), form_of(server)
     require_known(view)
     of_form = in_the_way(view, form, based=base is not None, approximate=approximate)
-    found = [*of_form, *stacks_in_the_way(view, form, base), *names_in_the_way(view, form, judged)]
+    of_base = (*not_applied(view, form, judged), *names_in_the_way(view, form, judged))
+    found = [*of_form, *stacks_in_the_way(view, form, base), *of_base]
+    if base is None:
+        found += experts_in_the_way(view, form, judged)
     if found:
         options = " ".join(dict.fromkeys(option for each in found for option in each.options))
         raise UnsupportedAdapter(
@@ -168,6 +187,7 @@ def _config(
     served: ServedFactors,
     idle: Sequence[Idle],
     base: ModelDir | None,
+    names: Beginnings,
     *,
     as_dora: bool,
 ) -> SideFile:
@@ -181,7 +201,7 @@ def _config(
     if form.whole:
         return with_experts(config, [each.module for each in idle]) if idle else config
     plain = [layers[each].target if each in layers else each for each in modules if each not in served.fused]
-    return _served(config, view, served, [*plain, *(each.module for each in idle)])
+    return _served(config, view, served, list(map(names.path, [*plain, *(each.module for each in idle)])))
 
 
 def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets: Sequence[str]) -> SideFile:

@@ -155,18 +155,21 @@ def equal_for_experts(ranks: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-def missing_experts(modules: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield the `known` modules that PEFT also needs to stack the factors of `modules`.
+def missing_experts(
+    modules: Iterable[str], known: Iterable[str], *, as_peft: bool = True
+) -> Iterator[tuple[str, str | None]]:
+    """Yield the `known` modules that a server also needs to stack the factors of `modules`.
 
-    These are the other experts, in all layers, and for gate or up all three matrices; down needs only down. Each comes
-    with one of `modules` that has as many columns, if there is one.
+    These are the other experts, in all layers, and all three matrices; PEFT needs for down only down. Each comes with
+    one of `modules` that has as many columns, if there is one.
     """
     present = set(modules)
     likes: dict[tuple[str, str], str | None] = {}
     for module in sorted(present):
         if match := EXPERT.fullmatch(module):
             experts = without_numbers(match["experts"])
-            for projection in next((each for each in PROJECTIONS if match["projection"] in each[:-1]), ()):
+            whole = next((each for each in PROJECTIONS if match["projection"] in each), ())
+            for projection in () if as_peft and match["projection"] in whole[-1:] else whole:
                 likes.setdefault((experts, projection), None)
             for projection in _as_wide(match["projection"]):
                 likes[experts, projection] = likes.get((experts, projection)) or module

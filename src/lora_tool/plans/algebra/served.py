@@ -27,8 +27,9 @@ from lora_tool.plans.algebra.ranks import (
     turned_to,
 )
 from lora_tool.plans.algebra.terms import Factors, alpha_for, common_scale, unscaled
+from lora_tool.plans.core.factor_ops import Beside, Columns
 from lora_tool.plans.core.operation import rows_of
-from lora_tool.plans.core.ops import Assemble, copied_as
+from lora_tool.plans.core.ops import Assemble, RowOp, copied_as
 from lora_tool.plans.core.steps import Step
 from lora_tool.rules.serving.forms import ServingForm
 from lora_tool.rules.serving.together import ReadTogether, lacking, weight_beside
@@ -172,9 +173,14 @@ class Idle(Struct, frozen=True, kw_only=True):
     def steps(self, dtype: DType, rank: int) -> Iterator[Step]:
         """Yield the steps that write a lora_A like the other module's, and a lora_B of zeros, as before training."""
         a, b = self.beside.a_parts[0], self.beside.b_parts[0]
-        kept = min(rank, a.shape[0]) if a.shape[1] == self.width else 0
-        copied = (copied_as(dtype, rows_of(a, 0, kept)),) if kept else ()
-        above = Assemble(parts=(*copied, *zero_rows(a, rank - kept, self.width)))
+        kept = min(rank, a.shape[0])
+        rows, held = rows_of(a, 0, kept), min(self.width, a.shape[1])
+        copied: RowOp = (
+            copied_as(dtype, rows)
+            if a.shape[1] == self.width
+            else Beside(parts=(Columns(tensor=rows, count=held),), zeros=self.width - held)
+        )
+        above = Assemble(parts=(copied, *zero_rows(a, rank - kept, self.width)))
         across = Assemble(parts=tuple(zero_rows(b, self.out, rank)))
         yield step_of(f"{PREFIX}{self.module}.lora_A.weight", dtype, (rank, self.width), above)
         yield step_of(f"{PREFIX}{self.module}.lora_B.weight", dtype, (self.out, rank), across)
@@ -200,5 +206,5 @@ def beside_which(sums: Sequence[Factors], known: Iterable[str], reads: ReadToget
         return {module: by_module[held] for module, held in lacking(by_module, reads).items()}
     layers = {experts: each for each in sums if (experts := experts_of(each.module))}
     in_layers = {module: layers[experts] for module in known if (experts := experts_of(module)) in layers}
-    missing = missing_experts(by_module, in_layers)
+    missing = missing_experts(by_module, in_layers, as_peft=reads.as_peft)
     return {module: by_module[like] if like else in_layers[module] for module, like in missing}

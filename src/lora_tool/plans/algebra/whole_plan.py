@@ -27,6 +27,7 @@ from lora_tool.plans.core.manifest import adapters_in, describe_input, input_nam
 from lora_tool.plans.core.ops import Copy, Precision
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import InputRecord, Shard, SideFile, Step, copied_file
+from lora_tool.rules.serving.together import path_with
 
 
 def adapter_plan(
@@ -208,7 +209,7 @@ def _dropped(tensor: StoredTensor, reason: str) -> InputRecord:
     return InputRecord(path=tensor.path, name=tensor.name, action=TensorAction.DROPPED, reason=reason)
 
 
-# An adapter of a multimodal model's text class, under the names that its modules have in the whole model.
+# An adapter under the names that its modules have elsewhere: in the whole of a multimodal model, or in a server.
 
 
 class Beginnings(Struct, frozen=True, kw_only=True):
@@ -216,26 +217,30 @@ class Beginnings(Struct, frozen=True, kw_only=True):
 
     text: str = ""
     whole: str = ""
+    parts: Mapping[str, str] = {}
+    """Parts of paths that a server calls otherwise → what it calls them, the first that fits."""
 
     def path(self, module: str) -> str:
         """Return a module's path in the whole model; a new head has the same in both."""
-        if self.text == self.whole or head_of(module) or not module.startswith(self.text):
+        if head_of(module):
             return module
-        return self.whole + module.removeprefix(self.text)
+        module = path_with(module, self.parts) or module
+        return self.whole + module.removeprefix(self.text) if module.startswith(self.text) else module
 
     def back(self, path: str) -> str:
         """Return a path of the whole model as the text class has it; so also the name of a tensor."""
-        return self.text + path.removeprefix(self.whole) if path.startswith(self.whole) else path
+        path = self.text + path.removeprefix(self.whole) if path.startswith(self.whole) else path
+        return path_with(path, {theirs: ours for ours, theirs in self.parts.items()}) or path
 
     def steps(self, steps: Iterable[Step]) -> tuple[Step, ...]:
         """Return the steps that write an adapter's tensors, with the whole model's paths in the tensors' names."""
-        if self.text == self.whole:
+        if self == SAME:
             return tuple(steps)
         return tuple(replace(step, out=replace(step.out, name=self._name(step.out.name))) for step in steps)
 
     def base(self, base: ModelDir) -> ModelDir:
         """Return the whole model with the names that its tensors have in the text class, for those that are in it."""
-        if self.text == self.whole:
+        if self == SAME:
             return base
         tensors = {self.back(name): tensor for name, tensor in base.tensors.items()}
         return replace(base, weights=replace(base.weights, tensors=tensors))
@@ -244,15 +249,17 @@ class Beginnings(Struct, frozen=True, kw_only=True):
         key = keys.parse(name)
         return replace(key, module=self.path(key.module)).canonical
 
-    def as_json(self) -> dict[str, str]:
+    def as_json(self) -> dict[str, Any]:
         """Return it as JSON data, for the manifest."""
-        return {"text": self.text, "whole": self.whole}
+        return {"text": self.text, "whole": self.whole, **({"parts": dict(self.parts)} if self.parts else {})}
 
     @classmethod
     def of_json(cls, data: object) -> Beginnings:
         """Return the beginnings in a manifest; without any those of no renaming."""
         known: dict[str, Any] = data if isinstance(data, dict) else {}
-        return cls(text=str(known.get("text", "")), whole=str(known.get("whole", "")))
+        parts = known.get("parts")
+        named = {str(ours): str(theirs) for ours, theirs in parts.items()} if isinstance(parts, dict) else {}
+        return cls(text=str(known.get("text", "")), whole=str(known.get("whole", "")), parts=named)
 
 
 SAME = Beginnings()

@@ -82,7 +82,7 @@ def plan_experts(adapter: AdapterDir, to: AdapterForm, base: ModelDir | None, *,
 def _not_for_peft(found: Converted, config: SideFile, base: ModelDir) -> Iterator[str]:
     """Yield why PEFT does not load the written adapter as it is, where it stacks LoRA on single experts."""
     model_type = base.whole_config.model_type
-    if hides_experts(base.whole_config):
+    if hides_experts(base):
         yield f"PEFT with transformers 5 finds no LoRA on single experts of a {model_type}: keep the other layout for it"
     peft = FORMS[Server.PEFT].together
     if peft is None or not peft.is_of(model_type):

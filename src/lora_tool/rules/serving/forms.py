@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct, convert
 
-from lora_tool.adapters.experts import EXPERT, is_taken_for_stacks
+from lora_tool.adapters.experts import EXPERT, experts_of, is_taken_for_stacks
 from lora_tool.adapters.fused_experts import fused_experts
 from lora_tool.adapters.gguf import layout_of
 from lora_tool.adapters.view import AdapterView
@@ -24,8 +24,10 @@ from lora_tool.rules.serving.together import (
     ReadTogether,
     hides_experts,
     lacking,
+    model_types_of,
     outside_language,
     packed_queries,
+    path_with,
     without_names,
 )
 
@@ -81,8 +83,21 @@ class ServingForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Whether it leaves out LoRA on the one matrix of multi-query attention; see `packed_queries`."""
     one_end: bool = False
     """Whether LoRA on an embedding that is also the output layer changes both, and the output layer has no own."""
+    modules: Mapping[str, Mapping[str, str | None]] = {}
+    """Model type, or "" for any → part of a module's path in transformers 5 → what the server has there, None where it
+    applies no LoRA; see `path_with`.
+    """
     start: str = ""
     """What is typed to serve an adapter, with places for {name}, "name=path", {path}, {rank} and {towers}."""
+
+    def names(self, types: Iterable[str]) -> Mapping[str, str | None]:
+        """Return what it calls the modules of a model of the first of these types that it has a row of, and of any."""
+        own = next((self.modules[each] for each in types if each in self.modules), {})
+        return {**own, **self.modules.get("", {})}
+
+    def may_rename(self, modules: Iterable[str]) -> bool:
+        """Return whether it calls one of the modules otherwise, in a model of some type."""
+        return any(path_with(each, names) not in (each, None) for names in self.modules.values() for each in modules)
 
 
 def _newest(server: Server) -> ServingForm:
@@ -180,7 +195,7 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
 
 def _no_layers(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
     """Yield which layers' factors the server reads otherwise than as they are, or not at all."""
-    if form.together:
+    if form.together and not form.together.stacks:
         modules = [layer.target for layer in view.layers]
         if any(without_names(modules)):
             yield Obstacle(text=f"LoRA on experts called w1, w2 and w3, which {form.name} does not find by these names")
@@ -210,10 +225,10 @@ def alone_text(alone: Mapping[str, str]) -> str:
 def stacks_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
     """Yield the LoRA that PEFT leaves out on a base whose experts it stacks."""
     config = base.config if base else None
-    if config is None or form.together is None or not form.together.stacks:
+    if base is None or config is None or form.together is None or not form.together.as_peft:
         return
     paths = [layer.target for layer in view.layers]
-    single = [path for path in paths if EXPERT.fullmatch(path)] if hides_experts(config) else []
+    single = [path for path in paths if EXPERT.fullmatch(path)] if hides_experts(base) else []
     if single:
         text = f"LoRA on single experts, {named(single, 3)}, none of which {form.name} finds in a {config.model_type} of transformers 5"
         root = shlex.quote(str(view.adapter.root))
@@ -242,6 +257,34 @@ def names_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None
         yield Obstacle(text=f"LoRA on {named(unknown, 3)}, which have no name in {form.name}'s {layout.model_type}")
 
 
+def not_applied(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
+    """Yield the LoRA that the server loads and never applies, or refuses, for the type of its base."""
+    types = model_types_of(base)
+    names = form.names(types)
+    found = [layer.target for layer in view.layers if path_with(layer.target, names) is None]
+    if found:
+        yield Obstacle(text=f"LoRA on {named(found, 3)}, which {form.name} does not apply{of_type(types)}")
+
+
+def experts_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
+    """Yield that some matrices of a layer's experts have no LoRA, where the server stacks that on all of them."""
+    reads, held = form.together, {layer.target for layer in view.layers}
+    if reads is None or not reads.stacks or reads.as_peft:
+        return
+    layers = {experts_of(path) for path in held} - {None}
+    missing = sorted(path for path in base.modules - held if experts_of(path) in layers) if base and layers else []
+    if missing:
+        text = f"LoRA on only some matrices of a layer's experts (none on {named(missing, 2)}), which {form.name} reads only on all"
+        yield Obstacle(text=text, options=(WITH_BASE,))
+    elif base is None and (unpaired := lacking(held, reads)):
+        yield Obstacle(text=f"{alone_text(unpaired)}, which {form.name} reads only together", options=(WITH_BASE,))
+
+
+def of_type(types: Iterable[str]) -> str:
+    """Return for a message that a model of these types is meant; nothing where any is."""
+    return next((f" in a {each} model" for each in types), "")
+
+
 def tied_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
     """Yield trained ends of a base that ties embeddings and output layer, where the server cannot read them.
 
@@ -263,17 +306,15 @@ def tied_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None)
         yield Obstacle(text=f"single trained tokens, and {base.root} ties embeddings and output layer")
 
 
-ROUTER = ".mlp.gate"
-"""How transformers calls all routers, MLX-LM as the checkpoint does: Mixtral's and its relatives' otherwise."""
 USUAL_LAYERS = ("model.layers", "language_model.model.layers", "backbone.layers")
 """Where nearly all of MLX-LM's classes have their layers, as transformers' classes with an output layer do."""
 
 
-def has_usual_names(view: AdapterView) -> bool:
-    """Return whether all modules with LoRA are called as MLX-LM calls them, whatever the base is."""
+def has_usual_names(view: AdapterView, form: ServingForm) -> bool:
+    """Return whether the server calls all modules with LoRA as the adapter does, whatever the base is."""
     paths = [each.target for each in view.layers]
-    usual = all(layers_of(path) in USUAL_LAYERS for path in paths if split_layer(path)[0] is not None)
-    return usual and not any(path.endswith(ROUTER) for path in paths)
+    usual = not form.mlx or all(layers_of(path) in USUAL_LAYERS for path in paths if split_layer(path)[0] is not None)
+    return usual and not form.may_rename(paths)
 
 
 def layers_of(module: str) -> str:

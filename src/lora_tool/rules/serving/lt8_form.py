@@ -14,7 +14,7 @@ from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_T
 from lora_tool.models.ends import MATRIX
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.forms import WITH_BASE, ServingForm, alone_text, stacks_in_the_way
+from lora_tool.rules.serving.forms import WITH_BASE, ServingForm, alone_text, experts_in_the_way, stacks_in_the_way
 from lora_tool.rules.serving.servers import (
     NEEDS,
     WHOLE,
@@ -270,10 +270,12 @@ def served_together(subject: AdapterSubject) -> Iterator[Fault]:
     What it does: For SGLang, which has the weights of q, k and v in one matrix, and those of gate and up, looks for LoRA
     on k, v or up without LoRA on q or gate, for LoRA on q or k without v, and for LoRA on only some of the matrices of
     experts, or under Mixtral's names. Without the base it is a warning: some models have no gate. For PEFT, which stacks
-    the LoRA on single experts for the models of transformers 5, it looks for LoRA on their gate or up alone.
+    the LoRA on single experts for the models of transformers 5, it looks for LoRA on their gate or up alone. For vLLM,
+    which stacks all matrices of all experts of a layer, it looks for LoRA on some of them.
     Why it matters: SGLang 0.5.23 refuses LoRA on q without v (`KeyError`). The others it loads, and ends at the first
     request: "Cannot find target module name". PEFT loads LoRA on gate and up of experts without down, and none of it
-    does anything ("Found missing adapter keys"); LoRA on one of the two it refuses.
+    does anything ("Found missing adapter keys"); LoRA on one of the two it refuses. vLLM stops with an empty
+    `AssertionError`.
     Example: `"target_modules": ["up_proj", "down_proj"]`.
     What to do: Write it with LoRA of zeros on the others: `lora-tool prepare ADAPTER --for sglang --base BASE -o OUT`.
     """
@@ -285,9 +287,14 @@ def served_together(subject: AdapterSubject) -> Iterator[Fault]:
         for module in () if reads.stacks else list(without_names(paths))[:1]:
             message = f"{form.name} does not find LoRA on experts called w1, w2 and w3"
             yield fault(subject, module, message)
+        for each in experts_in_the_way(subject.view, form, subject.base):
+            severity = Severity.WARNING if subject.base is None else None
+            yield fault(
+                subject, None, f"{each.text}: {reads.otherwise}", severity=severity, hint=prepared(subject, form)
+            )
         unpaired = {
             module: held
-            for module, held in lacking(paths, reads).items()
+            for module, held in ({} if reads.stacks and not reads.as_peft else lacking(paths, reads)).items()
             if subject.base is None or weight_beside(subject.base, module, _width(paths[held])) is not None
         }
         if unpaired:

@@ -21,9 +21,11 @@ from lora_tool.rules.serving.forms import (
     FORMS,
     WITH_BASE,
     ServingForm,
+    experts_in_the_way,
     has_usual_names,
     in_the_way,
     names_in_the_way,
+    not_applied,
     stacks_in_the_way,
     tied_in_the_way,
 )
@@ -31,6 +33,7 @@ from lora_tool.rules.serving.forms import (
 NEEDS = frozenset({Need.CONFIG, Need.SERVER})
 WHOLE = NEEDS | {Need.WEIGHTS}
 
+_OF_BASE = (tied_in_the_way, stacks_in_the_way, experts_in_the_way, not_applied, names_in_the_way)
 _NEAREST = "--approximate"
 _LOWER = "--max-rank"
 
@@ -94,11 +97,7 @@ def command(subject: AdapterSubject, form: ServingForm, *options: str, each_expe
     root, server = shlex.quote(str(subject.checkpoint.root)), shlex.quote(form.word)
     view = subject.view
     try:
-        of_base = [
-            each
-            for found in (tied_in_the_way, stacks_in_the_way, names_in_the_way)
-            for each in found(view, form, subject.base)
-        ]
+        of_base = (each for found in _OF_BASE for each in found(view, form, subject.base))
         ways = [*in_the_way(view, form, based=False, approximate=False), *of_base]
         fused = bool(fused_experts(view))
     except UnsupportedAdapter:
@@ -106,7 +105,7 @@ def command(subject: AdapterSubject, form: ServingForm, *options: str, each_expe
     if not all(each.options or (fused and each.hint) for each in ways):
         return None
     needed = dict.fromkeys(option for each in ways for option in each.options)
-    if form.gguf or (form.mlx and not has_usual_names(view)):
+    if form.gguf or not has_usual_names(view, form):
         needed[WITH_BASE] = None
     asked_for = " ".join(dict.fromkeys((*options, *needed))).replace(WITH_BASE, "--base BASE")
     more = asked_for and f" {asked_for}"

@@ -28,7 +28,6 @@ from lora_tool.checkpoints.quantised import as_matrices
 from lora_tool.core.keys import split_layer
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
-from lora_tool.formats.model_config import ModelConfig
 from lora_tool.models.ends import MATRIX
 
 _Partners = Mapping[str, tuple[str, ...]]
@@ -43,11 +42,13 @@ class ReadTogether(Struct, frozen=True, kw_only=True):
     otherwise: str
     """Its reaction to LoRA on only some of them, as the end of a sentence."""
     stacks: bool = False
-    """Whether it stacks the LoRA on experts, for the models whose stacks it knows: all experts of a layer, or none."""
+    """Whether it stacks the LoRA on experts: that of all experts of a layer, or of none."""
+    as_peft: bool = False
+    """Whether it does so for the models whose stacks PEFT knows, and no LoRA on gate and up is as good as zeros."""
 
     def is_of(self, model_type: str | None) -> bool:
         """Return whether it reads the LoRA of such a base this way."""
-        return not self.stacks or model_type in STACKED_BY_PEFT
+        return not self.as_peft or model_type in STACKED_BY_PEFT
 
 
 _MIXTRALS = frozenset(PROJECTIONS[1])
@@ -130,12 +131,28 @@ def outside_language(layers: Sequence[LoraLayer]) -> list[str]:
     return [layer.target for layer in layers if is_outside(layer.target)]
 
 
-def hides_experts(config: ModelConfig) -> bool:
-    """Return whether PEFT finds no LoRA on single experts in such a model, since transformers 5 stacks them."""
+def model_types_of(base: ModelDir | None) -> tuple[str, ...]:
+    """Return the model type of a base, and that of its text model; none without a base."""
+    config = base.config if base else None
+    if config is None:
+        return ()
     nested = config.raw.get("text_config")
     kinds = (config.model_type, nested.get("model_type") if isinstance(nested, dict) else None)
-    unknown = any(isinstance(kind, str) and kind in UNKNOWN_TO_PEFT for kind in kinds)
-    return unknown and config.model_type not in STACKED_BY_PEFT
+    return tuple(kind for kind in kinds if isinstance(kind, str))
+
+
+def hides_experts(base: ModelDir) -> bool:
+    """Return whether PEFT finds no LoRA on single experts in such a model, since transformers 5 stacks them."""
+    return not UNKNOWN_TO_PEFT.isdisjoint(model_types_of(base)) and base.whole_config.model_type not in STACKED_BY_PEFT
+
+
+def path_with(module: str, names: Mapping[str, str | None]) -> str | None:
+    """Return a module's path with the first part of it that is in `names` replaced; None where that has no other name."""
+    for ours, theirs in names.items():
+        before, found, after = f".{module}.".partition(f".{ours}.")
+        if found:
+            return None if theirs is None else f"{before}.{theirs}.{after}".strip(".")
+    return module
 
 
 def packed_queries(layers: Sequence[LoraLayer]) -> list[str]:
