@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lora_tool.formats.tokenizer import SpecialToken, read_tokenizer
+from lora_tool.formats.tokenizer import SpecialToken, ends_prompts_with, read_tokenizer
 from lora_tool.formats.vocabulary import WordIds, vocabulary_of
 
 ADDED = {"id": 7, "content": "<pad>", "special": True}
@@ -147,3 +147,53 @@ def test_a_file_that_is_no_vocabulary_has_no_words(content: bytes, tmp_path: Pat
     for name in ("tokenizer.json", "vocab.json", "tekken.json", "tokenizer.model"):
         (tmp_path / name).write_bytes(content)
         assert vocabulary_of(read_tokenizer(tmp_path, [name])) is None
+
+
+BYTES = {"yes": 1, "Ġyes": 2, "æĺ¯": 3, "<yes>": 4, "Ã©": 5, "é": 6}
+PIECES = {"yes": 1, "▁yes": 2, "Ġ": 3, "是": 4}
+
+
+@pytest.mark.parametrize(
+    ("ids", "text", "word"),
+    [
+        (BYTES, "yes", "yes"),
+        (BYTES, " yes", "Ġyes"),
+        (BYTES, "Ġyes", "Ġyes"),
+        (BYTES, "是", "æĺ¯"),
+        (BYTES, "é", "Ã©"),
+        (BYTES, "Yes", None),
+        (BYTES, "yes yes", None),
+        (BYTES, "", None),
+        (PIECES, " yes", "▁yes"),
+        (PIECES, "▁yes", "▁yes"),
+        (PIECES, "是", "是"),
+        (PIECES, "Ġ", "Ġ"),
+        (PIECES, "no", None),
+    ],
+)
+def test_a_text_is_one_word_as_the_vocabulary_spells_it(ids: dict[str, int], text: str, word: str | None) -> None:
+    assert WordIds(path=Path("tokenizer.json"), ids=ids, added=frozenset({"<yes>"})).spelled(text) == word
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        ("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}", False),
+        ("{{ m }}{% if add_generation_prompt %}{{ 'A:\n' }}{% endif %}", False),
+        ("{{ m }}{% if add_generation_prompt %}{{ 'A<pad>' }}{% endif %}", True),
+        ('{{ m }}{%- if add_generation_prompt -%}{{- "<pad>" -}}{%- endif -%}', True),
+        ("<pad>{{ m }}{% if add_generation_prompt %}A{% endif %}", False),
+        ("{% for m in messages %}{{ m['content'] + pad_token }}{% endfor %}\n", True),
+        ("{{ messages[0]['content'] }}<pad>", True),
+        ("{{ messages[0]['content'] }}<pad>{# the end #}", True),
+        ("", False),
+    ],
+)
+def test_what_a_prompt_ends_in(template: str, ends: bool, tmp_path: Path) -> None:
+    added = [ADDED, {"id": 2, "content": "</s>"}]
+    files = {"tokenizer.json": {"added_tokens": added}, "chat_template.jinja": template}
+    files["tokenizer_config.json"] = {"pad_token": "<pad>", "eos_token": "</s>"}
+    tokenizer = read_tokenizer(tmp_path, write(tmp_path, files))
+    pad = tokenizer.special("pad_token")
+    assert pad is not None
+    assert ends_prompts_with(tokenizer, pad) is ends

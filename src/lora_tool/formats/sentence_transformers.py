@@ -22,6 +22,7 @@ _TRANSFORMER = re.compile(r"sentence_[\w-]+_config\.json\Z")
 _BARE_NAME = re.compile(r"\w[\w.-]*\Z")
 _OWN_TYPES = "sentence_transformers."
 _EMPTY = ".Normalize"
+_LOGITS = ".LogitScore"
 
 
 class Modules(Struct, frozen=True, kw_only=True):
@@ -76,6 +77,30 @@ def read_modules(root: Path) -> Modules:
         without_files=frozenset(folder for folder, name in zip(folders, types, strict=True) if name.endswith(_EMPTY)),
         foreign=tuple(dict.fromkeys(name for name in types if not name.startswith(_OWN_TYPES))),
     )
+
+
+class ScoreTokens(Struct, frozen=True, kw_only=True):
+    """The tokens whose logits a judge's score is the difference of; without `no` it is one logit."""
+
+    yes: int
+    no: int | None
+
+
+def score_tokens(root: Path) -> ScoreTokens | None:
+    """Return the tokens that the module `LogitScore` of a CrossEncoder names (sentence-transformers from 5.4); None
+    without one that can be read.
+    """
+    try:
+        listed = read_json(root / MODULES)
+        modules = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+        folder = next(each.get("path") for each in modules if str(each.get("type")).endswith(_LOGITS))
+        path = root / str(folder) / "config.json"
+        require_inside(root, path)
+        found = read_json(path)
+    except (CorruptFile, StopIteration):
+        return None
+    yes, no = (found.get(name) if isinstance(found, dict) else None for name in ("true_token_id", "false_token_id"))
+    return ScoreTokens(yes=yes, no=no if type(no) is int else None) if type(yes) is int else None
 
 
 def is_cross_encoder(root: Path) -> bool:

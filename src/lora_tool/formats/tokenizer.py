@@ -236,6 +236,31 @@ def _behind_content(template: str, known: Mapping[str, int], eos: SpecialToken |
     return list(dict.fromkeys(mark for mark in reversed(marks[:until]) if mark in ends))[::-1]
 
 
+_PIECE = re.compile(r"\{#.*?#\}|\{%.*?%\}|\{\{(?P<written>.*?)\}\}|(?P<plain>[^{]+|\{)", re.DOTALL)
+_VALUE = re.compile(r"""'(?P<one>(?:[^'\\]|\\.)*)'|"(?P<other>(?:[^"\\]|\\.)*)"|\b(?P<role>(?:eos|pad)_token)\b""")
+
+
+_END = 4096
+"""Letters of a template that its last words are looked for in."""
+
+
+def ends_prompts_with(tokenizer: Tokenizer, token: SpecialToken) -> bool:
+    """Return whether the chat template writes this token last, where it asks for an answer or at its end.
+
+    A template is a program, and is not run: what it writes last is the last text or token in it that it writes.
+    """
+    template = tokenizer.chat_template or ""
+    last = ""
+    for piece in _PIECE.finditer(template.rpartition("add_generation_prompt")[2][-_END:]):
+        values = [*_VALUE.finditer(piece["written"] or "")]
+        if values:
+            same = tokenizer.special(values[-1]["role"]) if values[-1]["role"] else None
+            last = same.token if same else (values[-1]["one"] or values[-1]["other"] or "")
+        elif (piece["plain"] or "").strip():
+            last = piece["plain"].rstrip("\n")
+    return last.endswith(token.token)
+
+
 def _text(path: Path, problems: list[Problem]) -> str | None:
     try:
         with open_regular(path) as fd:

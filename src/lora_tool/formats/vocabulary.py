@@ -26,6 +26,17 @@ class WordIds(Struct, frozen=True, kw_only=True):
     added: frozenset[str] = frozenset()
     """Those that were added to the vocabulary, as special tokens are."""
 
+    def spelled(self, text: str) -> str | None:
+        """Return the one word that a text is, as the vocabulary spells it; None where it is none, or several.
+
+        Byte-level vocabularies have a letter for each byte, `Ġ` for a blank, SentencePiece has `▁` for a blank. A word
+        may be given in that spelling, too.
+        """
+        pieces = any(word.startswith(_PIECE_BLANK) for word in self.ids)
+        by_bytes = not pieces and any(word.startswith(_BYTE_BLANK) for word in self.ids)
+        inside = _letters(text.encode()) if by_bytes and text not in self.added else text.replace(" ", _PIECE_BLANK)
+        return next((word for word in (inside, text) if word in self.ids), None)
+
     def moved(self, other: WordIds) -> dict[str, tuple[int, int]]:
         """Return the words that both have under different ids, with both ids.
 
@@ -177,6 +188,8 @@ def _letters(word: bytes) -> str:
 
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _BYTE_LETTERS = {byte: 0x100 + at for at, byte in enumerate(sorted(set(range(0x100)) - set(_PRINTED)))}
+
+_BYTE_BLANK, _PIECE_BLANK = _letters(b" "), "▁"
 
 _FORMS = {
     FAST: _fast,
