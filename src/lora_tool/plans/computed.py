@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+from msgspec import Struct
+
 from lora_tool.adapters.gguf import GgufLayout, is_gguf, read_gguf
 from lora_tool.adapters.mlx import is_mlx, read_mlx
 from lora_tool.adapters.view import AdapterView, view_of
-from lora_tool.checkpoints import ADAPTER, AdapterDir, ModelDir, require_whole
+from lora_tool.checkpoints import ADAPTER, AdapterDir, ModelDir, open_checkpoint, require_whole
 from lora_tool.checkpoints.folders import read_folder
 from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
 from lora_tool.core.errors import NotACheckpoint
@@ -19,6 +21,7 @@ from lora_tool.core.tensors import TensorTable
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.formats.files import is_file
 from lora_tool.formats.manifest import Manifest, fingerprint, read_manifest
+from lora_tool.formats.weights import Weights
 from lora_tool.plans.algebra.provenance import (
     ExtractInputs,
     SumInputs,
@@ -30,8 +33,10 @@ from lora_tool.plans.algebra.provenance import (
     sum_inputs,
 )
 from lora_tool.plans.convert.forms import AdapterForm
+from lora_tool.plans.convert.labels import Asked
 from lora_tool.plans.convert.peft_names import Convertible, convertible
 from lora_tool.plans.convert.plan_convert import plan_convert
+from lora_tool.plans.convert.plan_seq_cls import plan_seq_cls
 from lora_tool.plans.core.manifest import input_name
 from lora_tool.plans.core.plan import Plan
 
@@ -99,14 +104,58 @@ def _base(manifest: Manifest, made: AdapterDir, form: AdapterForm) -> ModelDir |
         return None
 
 
-ComputedInputs: TypeAlias = SumInputs | ExtractInputs | ConvertInputs
-"""A computed adapter with its inputs: of a sum, a difference of models, or another form of one adapter."""
+class SeqClsInputs(Struct, frozen=True, kw_only=True):
+    """A classifier that was converted from a judge or another classifier, an adapter or a model."""
+
+    made: AdapterDir | ModelDir
+    manifest: Manifest
+    source: AdapterDir | ModelDir
+    base: ModelDir | None
+
+    @property
+    def stored(self) -> Weights:
+        """Its tensors as they are on the disk."""
+        return self.made.weights
+
+    @property
+    def sources(self) -> tuple[AdapterDir | ModelDir]:
+        """The inputs that a report names."""
+        return (self.source,)
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return the inputs' fingerprints by the names that the manifest gives them."""
+        named = (("base", self.source),) if self.base is None else (("adapter", self.source), ("base", self.base))
+        return {name: fingerprint(each.weights) for name, each in named}
+
+    def plan(self) -> Plan:
+        """Return the plan of the same conversion, made now, without judging its input again. Raises as `plan_seq_cls`."""
+        return plan_seq_cls(self.source, self.base, Asked.of_json(self.manifest.raw["asked"]), ignore=("LT",))
+
+
+def seq_cls_inputs(
+    made: AdapterDir | ModelDir, manifest: Manifest, adapters: Sequence[Reference], base: Reference | None
+) -> SeqClsInputs:
+    """Return the classifier with what its manifest says it was made of, or with `adapters` and `base`.
+
+    Raises `NotACheckpoint` for an input that does not exist any more.
+    """
+    require_whole(made)
+    model = recorded_model(manifest.input("base"), made.root, "converted") if base is None else opened_model(base)
+    if isinstance(made, ModelDir):
+        return SeqClsInputs(made=made, manifest=manifest, source=model, base=None)
+    entry = manifest.input("adapter")
+    source = opened_adapter(adapters[0]) if adapters else recorded_adapter(entry, made.root)
+    return SeqClsInputs(made=made, manifest=manifest, source=source, base=model)
+
+
+ComputedInputs: TypeAlias = SumInputs | ExtractInputs | ConvertInputs | SeqClsInputs
+"""What was computed with its inputs: a sum, a difference of models, another form of one adapter, or a classifier."""
 
 
 def find_computed(
     folder: Reference, adapters: Sequence[Reference] = (), *, base: Reference | None = None
 ) -> ComputedInputs | None:
-    """Return a computed adapter with what its manifest says it was computed from; None for anything else.
+    """Return a computed adapter, or a classifier, with what its manifest says it was computed from; None for anything else.
 
     `adapters` and `base` replace those that the manifest names. Raises `NotACheckpoint` for an input that does not
     exist any more, and as `open_checkpoint`.
@@ -114,6 +163,8 @@ def find_computed(
     written = _written(folder, adapters)
     if written is None:
         return None
+    if not isinstance(written, WrittenAdapter):
+        return seq_cls_inputs(*written, adapters, base)
     match written.manifest.raw.get("operation"), written.manifest.raw.get("to"):
         case ("combine" | "resize" | "prepare", _) | ("convert", "mlx"):
             require_whole(written.made)
@@ -128,13 +179,20 @@ def find_computed(
             return None
 
 
-def _written(folder: Reference, adapters: Sequence[Reference]) -> WrittenAdapter | None:
-    """Return the adapter of a folder that has a manifest, too; None of any other, which is not opened."""
+def _written(
+    folder: Reference, adapters: Sequence[Reference]
+) -> WrittenAdapter | tuple[AdapterDir | ModelDir, Manifest] | None:
+    """Return the adapter of a folder that has a manifest, or the classifier with its manifest; None of any other, which
+    is not opened.
+    """
     opened, root = (None, Path(folder)) if isinstance(folder, str | os.PathLike) else (folder, folder.root)
     path = root / manifest_format.FILE_NAME
     listed = read_folder(path.parent) if is_file(path) else None
     if listed is None:
         return None
+    if read_manifest(path).raw.get("to") == AdapterForm.SEQ_CLS.value:
+        found = open_checkpoint(root) if opened is None else opened
+        return (found, read_manifest(path)) if isinstance(found, AdapterDir | ModelDir) else None
     if opened is None and is_mlx(listed):
         manifest = read_manifest(path)
         mlx = read_mlx(path.parent, _experts_of(manifest, path.parent, adapters))

@@ -12,7 +12,7 @@ from lora_tool.adapters.fused_experts import FusedExperts, fused_experts
 from lora_tool.adapters.gguf import GgufLayout, is_gguf
 from lora_tool.adapters.mlx import is_mlx
 from lora_tool.adapters.view import AdapterView, view_of
-from lora_tool.checkpoints import AdapterDir
+from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.core.choices import assert_never
 from lora_tool.core.progress import Progress
 from lora_tool.core.tensors import DType, TensorAction
@@ -26,7 +26,7 @@ from lora_tool.plans.algebra.provenance import ExtractInputs, SumInputs
 from lora_tool.plans.algebra.served import Idle, beside_which, served_factors
 from lora_tool.plans.algebra.terms import Factors, factors_of_sum, unscaled
 from lora_tool.plans.algebra.whole_plan import magnitude_steps, whole_tensors
-from lora_tool.plans.computed import ComputedInputs, ConvertInputs
+from lora_tool.plans.computed import ComputedInputs, ConvertInputs, SeqClsInputs
 from lora_tool.plans.core.ops import Precision
 from lora_tool.plans.core.steps import Step
 from lora_tool.rules.merged.evidence import TensorEvidence, Verdict
@@ -57,6 +57,11 @@ def _of_values(inputs: ComputedInputs, level: Level, jobs: int | None, progress:
             return _of_difference(inputs, level, jobs, progress)
         case ConvertInputs():
             return check_converted(inputs, level=level, jobs=jobs, progress=progress)
+        case SeqClsInputs():
+            plan = inputs.plan()
+            return check_steps(
+                plan.steps, inputs.made.tensors, level=level, precision=plan.precision, jobs=jobs, progress=progress
+            )
         case _:
             return assert_never(inputs)
 
@@ -179,7 +184,7 @@ _WHERE = frozenset(_NAMES.split())
 """Fields that change what is loaded even if none was written."""
 
 
-def check_config(made: AdapterDir, manifest: Manifest) -> dict[str, TensorEvidence]:
+def check_config(made: AdapterDir | ModelDir, manifest: Manifest) -> dict[str, TensorEvidence]:
     """Return the evidence of the config if a field has another value than was written; nothing of one that is right.
 
     A manifest of an earlier release says nothing of it.

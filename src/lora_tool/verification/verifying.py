@@ -103,7 +103,7 @@ def verify_computed(
     jobs: int | None = None,
     watch: StageWatch = unwatched,
 ) -> Verification:
-    """Return what a computed adapter is, compared with what the inputs give that its manifest names.
+    """Return what a computed adapter, or a classifier, is, compared with what the inputs give that its manifest names.
 
     ΔW of every module is compared whole at either `level`; what was copied is compared byte by byte. Arguments are
     those of `verify`. Raises as `evidence_of_computed`.
@@ -111,13 +111,15 @@ def verify_computed(
     level = Level(level)
     with watch("comparing", inputs.made.weights.nbytes) as bar:
         evidence = evidence_of_computed(inputs, level=level, jobs=jobs, progress=bar)
-    subject = ComputedAdapter(
+    made = inputs.made
+    is_model = isinstance(made, ModelDir)
+    subject = (MergedSubject if is_model else ComputedAdapter)(
         checkpoint=ModelDir(
             kind=MERGED_MODEL,
-            folder=inputs.made.folder,
-            config=None,
+            folder=made.folder,
+            config=made.config if isinstance(made, ModelDir) else None,
             weights=inputs.stored,
-            problems=inputs.made.problems,
+            problems=made.problems,
             manifest=inputs.manifest,
         ),
         planned=Expected(tensors=inputs.manifest.tensors or {}, files=()),
@@ -126,7 +128,7 @@ def verify_computed(
         inputs=inputs.fingerprints(),
     )
     rules = (rule for rule in chosen_rules(select, ignore) if rule.code.startswith(OWN_RULES))
-    rules = (rule for rule in rules if Need.CONFIG not in rule.needs)  # it has no model's
+    rules = (rule for rule in rules if is_model or Need.CONFIG not in rule.needs)  # an adapter has no model's
     return by_rules(
         subject, tuple(rules), level, Precision.FLOAT64, adapters=tuple(str(each.root) for each in inputs.sources)
     )

@@ -215,7 +215,7 @@ def _verify_computed(
     for given, name in ((options.logits, "logits=True"), (options.pairs is not None, "pairs=FILE")):
         if given:
             where = folder if isinstance(folder, str | os.PathLike) else folder.root
-            raise WrongValue(f"`{name}` is for merged models, but {where} is an adapter")
+            raise WrongValue(f"`{name}` is for merged models, but {where} was not merged")
     return verify_computed(
         computed,
         level=options.level,

@@ -264,7 +264,7 @@ def generation_of(adapters: Sequence[AdapterDir], base: ModelDir) -> Generation:
     """
     if base.config is None:
         return SAME_GENERATION
-    tokenizer = _written(adapters, base)
+    tokenizer = written_tokenizer(adapters, base)
     named = {f"{role}_id": tokenizer.special(role) for role in ("bos_token", "eos_token", "pad_token")}
     special = {name: token.id for name, token in named.items() if token is not None}
     old = read_generation_config(base.root)
@@ -283,8 +283,8 @@ def generation_of(adapters: Sequence[AdapterDir], base: ModelDir) -> Generation:
     )
 
 
-def _written(adapters: Sequence[AdapterDir], base: ModelDir) -> Tokenizer:
-    """Return the tokenizer of the merged model: each file from the first folder that has it."""
+def written_tokenizer(adapters: Sequence[AdapterDir], base: ModelDir) -> Tokenizer:
+    """Return the tokenizer of the model that is written: each file from the first folder that has it."""
     paths: dict[str, Path] = {}
     for folder in (base.folder, *(each.folder for each in reversed(adapters))):
         paths |= own_files(folder.root, folder.tokenizer_files)

@@ -97,7 +97,7 @@ def plan_convert(
         return plan_experts(adapter, form, base, ignore=ignored)
     view = view_of(adapter)
     model = modules_of(base, view.config)
-    named = peft_names(view, model, _hint(adapter, view.config, base, model))
+    named = peft_names(view, model, hint_of_names(adapter, view.config, base, model))
     head = value_head_of(adapter) if reward else None
     if head is not None:
         named = with_score(named, head, adapter, base)
@@ -106,7 +106,7 @@ def plan_convert(
         adapter, named, Judge(rules=chosen((*OF_LOADING, FOREIGN_CALL), ignored), base=base, why_no_base=why_no_base)
     )
     report.raise_at(Severity.ERROR)
-    steps = tuple(_steps(named))
+    steps = tuple(renamed_steps(named))
     side_files = (config_file(named.config, named.changes, named.why, rebuilt=rebuilt), *_beside(adapter))
     renamed = sum(step.out.name != step.op.source.name for step in steps)
     record = described(adapter)
@@ -139,7 +139,7 @@ def plan_convert(
     )
 
 
-def _hint(adapter: AdapterDir, config: AdapterConfig, base: ModelDir | None, model: ModuleNames | None) -> str:
+def hint_of_names(adapter: AdapterDir, config: AdapterConfig, base: ModelDir | None, model: ModuleNames | None) -> str:
     """Return the hint for names that fit two readings."""
     if base is not None and base.config is not None and not model:
         return way_out(base.config.model_type)
@@ -176,7 +176,8 @@ def _judged(adapter: AdapterDir, named: PeftNames, judge: Judge) -> Report:
     return replace(judge, deep=False).folder(judge.subject(renamed))
 
 
-def _steps(named: PeftNames) -> Iterator[Step]:
+def renamed_steps(named: PeftNames) -> Iterator[Step]:
+    """Yield the steps that write an adapter's tensors under these names."""
     for new, tensor in named.tensors.items():
         op = copied_as(tensor.dtype, tensor)
         reason = "copied" if new == tensor.name else f"renamed, saved as {tensor.name}"
