@@ -323,3 +323,33 @@ def test_the_quantised_copy_of_a_tied_end_is_written_where_the_ends_part(tmp_pat
     assert after.keys() == before.keys()
     assert not different({name: after[name] for name in both}, {name: before[name] for name in both})
     assert not verify(merged).report.findings
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+def test_int8_that_another_tool_stored_again_is_verified(
+    dtype: torch.dtype, made: Made, adapter: Path, tmp_path: Path
+) -> None:
+    """Bitsandbytes rounds to float16 first, and scales each row anew; PEFT hands it the sum in the adapter's type."""
+    _, base, values = made.base(RAGGED, "bnb-int8", is_linear)
+    table = saved_tensors(base)
+    for name, weight in values.items():
+        module = name.removesuffix(".weight")
+        change = delta(adapter, module) if module.rpartition(".")[2] in TARGETS else torch.zeros(())
+        summed = (weight.to(dtype) + change.to(dtype)).half()
+        largest = summed.abs().amax(1).float()
+        table[name] = (summed * (127 / largest[:, None])).round().to(torch.int8)
+        table[f"{module}.SCB"] = largest
+    merged = tmp_path / "merged"
+    shutil.copytree(base, merged, ignore=shutil.ignore_patterns("*.safetensors*"))
+
+    def codes_of(found: dict[str, torch.Tensor]) -> set[str]:
+        save_file(found, merged / "model.safetensors", {"format": "pt"})
+        return {finding.code for finding in verify(merged, base=base, adapters=[adapter]).report.findings}
+
+    module = "model.layers.0.mlp.down_proj"
+    codes, largest = table[f"{module}.weight"], table[f"{module}.SCB"]
+    assert codes_of(table) == set()
+    for wrong in (1.05, 0.95):
+        assert codes_of(table | {f"{module}.SCB": wrong * largest}) == {"LT608"}
+    assert codes_of(table | {f"{module}.weight": codes - 2 * codes.sign()}) & {"LT605", "LT608"}
+    assert codes_of(table | {f"{module}.{name}": saved_tensors(base)[f"{module}.{name}"] for name in ("weight", "SCB")})

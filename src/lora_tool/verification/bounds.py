@@ -29,9 +29,12 @@ _LEFT_OUT = 2.0**-40
 
 
 class Bound(Struct, frozen=True, kw_only=True):
-    """|W' - (W + ΔW)| ≤ `of_result` half units in the last place + `of_change`·|ΔW| + `of_product`·‖b‖·‖a‖."""
+    """|W' - (W + ΔW)| ≤ `of_result` half units in the last place + `of_value`·|W'| + `of_change`·|ΔW| +
+    `of_product`·‖b‖·‖a‖. The unit of codes is the distance to the next.
+    """
 
     of_result: float
+    of_value: float = 0.0
     of_change: float = 0.0
     of_product: float = 0.0
 

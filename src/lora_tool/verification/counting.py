@@ -230,7 +230,15 @@ def _look_closer(
     products = expected.products(rows, columns)
     room = expected.room(rows, columns) if expected.room is not None else 0.0
     outside = [
-        ~kept & ~(off <= bound.of_result * half + bound.of_change * change + bound.of_product * products + room)
+        ~kept
+        & ~(
+            off
+            <= bound.of_result * half
+            + bound.of_value * np.abs(found)
+            + bound.of_change * change
+            + bound.of_product * products
+            + room
+        )
         for bound in bounds
     ]
     tally.outside, tally.wrong = int(np.count_nonzero(outside[0])), int(np.count_nonzero(outside[-1]))

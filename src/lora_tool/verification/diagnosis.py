@@ -34,7 +34,7 @@ from lora_tool.verification.dequantised import ReadBytes, dequantised_again
 from lora_tool.verification.elements import FLOATS, Array, Files, decode, half_ulps
 from lora_tool.verification.pieces import Compared, Rows, Tally, rows_and_columns, rows_at_once, sampled_rows
 from lora_tool.verification.recompute import Recomputer
-from lora_tool.verification.requantised import half_steps
+from lora_tool.verification.requantised import half_steps, step_bound
 
 _EXPLAINED = 0.995
 """Share of the values that a diagnosis must account for."""
@@ -75,7 +75,8 @@ def diagnosed(part: Compared, tally: Tally, files: Files) -> Diagnosis:
     with np.errstate(invalid="ignore", over="ignore"):
         moved = values - expected.base
         bound = sixteen_bit_bound(op, stored.dtype)
-        margin = bound.of_result * half * 2
+        bound = bound if part.written is None else step_bound(bound)
+        margin = 2 * (bound.of_result * half + bound.of_value * np.abs(values))
 
         def explains(change: Array, factor: float) -> bool:
             # two roundings where the adapter was merged twice, and the factor is an estimate

@@ -22,11 +22,11 @@ from lora_tool.plans.core.ops import Computed, row_ops
 from lora_tool.plans.core.requantise import QuantisedPart, Requantise, stored_parts
 from lora_tool.verification.bounds import Bound
 from lora_tool.verification.dequantised import floats_of, from_stream, small_floats
-from lora_tool.verification.elements import Array, Files
+from lora_tool.verification.elements import FLOATS, Array, Files
 from lora_tool.verification.pieces import PRODUCT_WEIGHTS, Compared, Rows, Tally
 
-_ROUNDED = 2.0**-14
-"""A bound in half units of float32 against half a step of codes, which is 2^16 of them or more."""
+_ROUNDED = 2.0**-13
+"""What rounding to a code may be off by, relative to half a step of codes, which is 2^16 half units of float32 or more."""
 _ROUNDED_UP = 2.0**-7
 """By how much rounding up to 16 bits makes a number larger, relative to it."""
 _SAMPLED, _SAMPLED_WEIGHTS = 8, 1 << 18
@@ -98,8 +98,11 @@ def _half_steps_of(dtype: DType) -> Array:
 
 
 def step_bound(bound: Bound) -> Bound:
-    """Return the bound in half steps of what was computed within the `bound` in half units of float32."""
-    return replace(bound, of_result=1 + _ROUNDED * bound.of_result)
+    """Return the bound in half steps of what was computed within the `bound` in half units of float32.
+
+    These are 2^-24 of a value at most, whatever its code; the code's own arithmetic is in float32 as well.
+    """
+    return replace(bound, of_result=1 + _ROUNDED, of_value=bound.of_result * FLOATS[DType.F32].roundoff)
 
 
 def scale_tally(part: Compared, first: int, last: int, files: Files) -> Tally:
