@@ -56,6 +56,9 @@ BASE = "fixtures/causal-llama/base"
         (("convert", ADAPTER, "--to", "peft"), {"adapter": ADAPTER}),
         (("merge", ADAPTER, "--base", BASE), {"adapter": ADAPTER}),
         (("extract", "MERGED", "--base", BASE, "--rank", "2"), {"model": "MERGED", "base": BASE}),
+        (("merge", ADAPTER, "--base", BASE, "--hash-base"), {"adapter": ADAPTER, "base": BASE}),
+        (("consolidate", "fixtures/zero/stage3-reward"), {"checkpoint": "fixtures/zero/stage3-reward"}),
+        (("consolidate", "fixtures/fsdp2-reward"), {"checkpoint": "fixtures/fsdp2-reward"}),
     ],
 )
 def test_inputs_are_recorded_by_their_hashes(
@@ -68,7 +71,7 @@ def test_inputs_are_recorded_by_their_hashes(
     assert called.code == 0, called.err
     recorded = json.loads((out / "lora_tool.json").read_text())
     for name, folder in hashed.items():
-        files = recorded["inputs"][name]["files"]
+        files = recorded["inputs"][name].get("weights") or recorded["inputs"][name]["files"]
         assert files
         for file in files:
             content = ((merged if folder == "MERGED" else Path(folder)) / file["name"]).read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import shutil
@@ -210,6 +211,10 @@ def test_the_manifest_names_the_inputs(copies: Path, call: Caller) -> None:
     assert table["task"] == "seq-cls"
     assert table["num_labels"] == 1
     assert len(table["sha256"]["adapter_model.safetensors"]) == 64
+    for file in table["inputs"]["base"]["files"]:
+        changed = (copies / "reward-qwen2" / "base" / file["name"]).stat().st_mtime
+        assert file["sha256"] is None
+        assert dt.datetime.fromisoformat(file["modified"]).timestamp() == pytest.approx(changed, abs=1e-5)
     merged = open_checkpoint(copies / "out")
     assert isinstance(merged, ModelDir)
     assert {entry["name"] for entry in table["ledger"]} == merged.tensors.keys()

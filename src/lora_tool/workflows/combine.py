@@ -45,9 +45,9 @@ def combine(adapters: Reference | Sequence[Reference], options: CombineOptions, 
     caller.spare_memory()
     opened = tuple(map(opened_adapter, names))
     require_apart(out, options, *(each.root for each in opened))
-    from lora_tool.plans.algebra.plan_combine import plan_combine  # while the values are read
-
     with hashing(caller, *opened):
+        from lora_tool.plans.algebra.plan_combine import plan_combine  # slow to import, and the hashes have begun
+
         plan = plan_combine(
             opened,
             weights=weights,

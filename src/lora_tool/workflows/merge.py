@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from lora_tool.adapters.support import require_lora
 from lora_tool.adapters.weighted import all_weighted
@@ -277,7 +277,7 @@ def planned(
         note(f"PEFT merges the adapter in memory, which takes about {size(asked.needed_bytes)}: {why}")
         reason = str(why)
     else:
-        yield plan
+        yield _hashing_base(plan, inputs, options)
         return
     from lora_tool.execution.folder import staging_folder  # torch is loaded for this alone
     from lora_tool.execution.in_memory import merge_with_peft, require_memory
@@ -288,7 +288,12 @@ def planned(
         return
     with staging_folder(out) as folder:
         merge_with_peft(asked, folder)
-        yield plan_in_memory(asked, open_model(folder), options, why=reason)
+        yield _hashing_base(plan_in_memory(asked, open_model(folder), options, why=reason), inputs, options)
+
+
+def _hashing_base(plan: Plan, inputs: FoundInputs, options: MergeOptions) -> Plan:
+    base = tuple(file.path for file in inputs.base.weights.files) if options.hash_base else ()
+    return structs.replace(plan, hashed=(*plan.hashed, *base))
 
 
 def merge(

@@ -68,9 +68,9 @@ def prepare(adapter: Reference, server: str, options: PrepareOptions, caller: Ca
             require_output(folder, options, adapter)
     opened = opened_adapter(adapter)
     require_apart(out, options, opened.root)
-    from lora_tool.plans.algebra.plan_prepare import plan_prepare  # while the values are read
-
     with contextlib.ExitStack() as stack, hashing(caller, opened):
+        from lora_tool.plans.algebra.plan_prepare import plan_prepare  # slow to import, and the hashes have begun
+
         plan = plan_prepare(
             opened,
             server,

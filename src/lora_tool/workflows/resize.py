@@ -39,8 +39,8 @@ def resize(adapter: Reference, options: ResizeOptions, caller: Caller = LIBRARY)
     caller.spare_memory()
     opened = opened_adapter(adapter)
     require_apart(out, options, opened.root)
-    from lora_tool.plans.algebra.plan_combine import plan_resize  # while the values are read
-
     with hashing(caller, opened):
+        from lora_tool.plans.algebra.plan_combine import plan_resize  # slow to import, and the hashes have begun
+
         plan = plan_resize(opened, rank=options.rank, keep=options.keep, dtype=options.dtype, ignore=options.ignore)
         return carry_out(plan, out, options, caller)

@@ -92,6 +92,10 @@ class RankFileOptions(Options):
     )
 
 
+_HASHED = 1 << 30
+"""Bytes of rank files that are hashed: half a second of one core. Those of a whole model take as long as the writing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateOptions(IgnoreOptions, RankFileOptions):
     """The options of `plan_consolidate`: what is written. Raises `WrongValue` for a bad value."""
@@ -136,6 +140,7 @@ def plan_consolidate(checkpoint: ShardedDir, options: StateOptions) -> Plan:
         shards = lay_out(steps, homes={}, max_shard_bytes=most)
     head = _steps(state, tensors, dtype, selection.value_head)
     side_files = (*selection.side_files, *index_files(shards))
+    stamps = _used(state, tensors.values())
     return Plan(
         shards=(*shards, Shard(filename=VALUE_HEAD, steps=head)) if head else shards,
         side_files=side_files,
@@ -143,7 +148,8 @@ def plan_consolidate(checkpoint: ShardedDir, options: StateOptions) -> Plan:
             InputRecord(path=state.folder, name=name, action=TensorAction.DROPPED, reason=reason)
             for name, reason in selection.leftovers
         ),
-        inputs=_inputs(state, tensors.values(), side_files),
+        inputs=(*stamps, *(FileStamp.of(file.source) for file in side_files if file.source is not None)),
+        hashed=tuple(stamp.path for stamp in stamps) if sum(stamp.size for stamp in stamps) <= _HASHED else (),
         precision=Precision.FLOAT32,
         findings=findings,
         warnings=selection.warnings,
@@ -161,7 +167,16 @@ def plan_consolidate(checkpoint: ShardedDir, options: StateOptions) -> Plan:
             "values_checked": values is not None,
             **({"adapter_config": dict(selection.origins)} if selection.origins else {}),
             "ignored": list(ignored),
-            "inputs": {"checkpoint": {"path": str(state.root.resolve()), **state.facts}},
+            "inputs": {
+                "checkpoint": {
+                    "path": str(state.root.resolve()),
+                    **state.facts,
+                    "weights": [
+                        {"name": os.path.relpath(stamp.path, state.root), "bytes": stamp.size, "sha256": None}
+                        for stamp in stamps
+                    ],
+                }
+            },
         },
         values=values,
     )
@@ -308,12 +323,8 @@ def _steps(
     return tuple(steps)
 
 
-def _inputs(
-    state: TrainingState, tensors: Iterable[StoredTensor], side_files: Iterable[SideFile]
-) -> tuple[FileStamp, ...]:
-    used = Counter(place.path for tensor in tensors for place in tensor.places)
-    copied = [FileStamp.of(file.source) for file in side_files if file.source is not None]
-    return (*(state.stamps[path] for path in used), *copied)
+def _used(state: TrainingState, tensors: Iterable[StoredTensor]) -> tuple[FileStamp, ...]:
+    return tuple(state.stamps[path] for path in Counter(place.path for tensor in tensors for place in tensor.places))
 
 
 def model_files(state: TrainingState, dtype: DType) -> tuple[tuple[SideFile, ...], tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import hashlib
 import json
 import os
@@ -83,23 +84,41 @@ def _by_name(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, str]:
     """Return file name → hash; with the input's name before it where several inputs have files of one name."""
     found = {}
     for path, digest in hashes.items():
-        name = plan.input_names.get(path.parent)
+        name = plan.input_names.get(path.parent) or (path.parent.name if path.name in found else None)
         found[f"{name}/{path.name}" if name else path.name] = digest
     return found
 
 
 def _inputs(plan: Plan, hashes: Mapping[Path, str]) -> dict[str, Any]:
-    """Return the manifest's inputs, each file of weights with its hash."""
-    by_place = {(str(path.parent.resolve()), path.name): digest for path, digest in hashes.items()}
+    """Return the manifest's inputs, each file of weights with its hash, or with the time of its last change."""
+    digests = {_place(path): digest for path, digest in hashes.items()}
+    changed = {_place(stamp.path): stamp.mtime_ns for stamp in plan.inputs}
     found = {}
     for name, entry in plan.manifest.get("inputs", {}).items():
-        files = entry.get("files")  # of a training checkpoint it is their number
-        if isinstance(files, list):
-            hashed = [{**file, "sha256": by_place.get((entry["path"], file["name"]), file["sha256"])} for file in files]
-            found[name] = {**entry, "files": hashed}
-        else:
-            found[name] = entry
+        found[name] = dict(entry)
+        for listed in ("files", "weights"):  # the files of a training checkpoint are a number
+            if isinstance(entry.get(listed), list):
+                found[name][listed] = [_identified(file, entry["path"], digests, changed) for file in entry[listed]]
     return found
+
+
+def _identified(
+    file: Mapping[str, Any], folder: str | None, digests: Mapping[str, str], changed: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the entry of a file with its hash; of one that was not hashed it says when it was changed last."""
+    path = str(Path(folder or "", file["name"]))
+    digest = digests.get(path, file["sha256"])
+    modified = {} if digest or path not in changed else {"modified": _time(changed[path])}
+    return {**file, "sha256": digest, **modified}
+
+
+def _place(path: Path) -> str:
+    """Return the path of the file, which may itself be a link, in its real folder."""
+    return str(path.parent.resolve() / path.name)
+
+
+def _time(nanoseconds: int) -> str:
+    return dt.datetime.fromtimestamp(nanoseconds / 1e9, dt.timezone.utc).isoformat(timespec="microseconds")
 
 
 def _named(reason: str, plan: Plan) -> str:

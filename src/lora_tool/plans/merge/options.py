@@ -52,6 +52,11 @@ class MergeOptions(SpreadOptions, WorkOptions, PlanOptions, _Places):
 
     section = Section.ARITHMETIC
 
+    hash_base: bool = option(
+        default=False,
+        text="Record the sha256 of the base's files, which are read once more for it.",
+        parse=flag,
+    )
     allow_in_memory: bool = option(
         default=False, text="Let PEFT merge what only PEFT can, with the whole model in memory.", parse=flag
     )
