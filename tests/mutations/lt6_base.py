@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.checkpoint_edits import raw
 from tests.mutations.merged_models import NORM, base_of, weights, without_manifest
-from tests.mutations.registry import CAUSAL_MERGED, Edit, breaks, enter
+from tests.mutations.registry import CAUSAL_MERGED, MERGED, Edit, breaks, enter
 
 
 @breaks("LT623", CAUSAL_MERGED, with_base=True, adapters=())
@@ -22,6 +22,13 @@ def _renamed_base(folder: Path) -> None:
     without_manifest(folder)
     with weights(folder) as table:
         table.update(base_of(folder))
+
+
+@breaks("LT624 but for its head", MERGED, with_base=True, adapters=(), quiet=True)
+def _head_on_the_base(folder: Path) -> None:
+    without_manifest(folder)
+    with weights(folder) as table:
+        table.update({name: tensor for name, tensor in base_of(folder).items() if name in table})
 
 
 EDITS = {

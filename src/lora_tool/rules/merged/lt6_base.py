@@ -137,23 +137,31 @@ def model_is_its_base(subject: ModelSubject) -> Iterator[Fault]:
     """The model equals its base: nothing in it was trained.
 
     What it does: Looks for a tensor that differs from the base's. It compares the first bytes of each, which gives a
-    warning; with `--deep` it compares all bytes, which gives an error.
+    warning; with `--deep` it compares all bytes, which gives an error. If only a head differs, or is new, this is
+    reported as info: the head alone was trained, or the adapter was not merged.
     Why it matters: It is the base under another name: every measurement of it measures the base.
     Example: A wrong prefix made PEFT ignore every tensor of the adapter; `merge_and_unload` then merged nothing.
     What to do: Check the adapter's names with `lora-tool validate ADAPTER --base BASE`, and merge again.
     """
     base = subject.base and _matched(subject.base, subject)
-    if not base or any(name not in base for name in subject.matrices):
+    if not base:
         return
-    if all(_same(tensor, base[name], whole=subject.whole) for name, tensor in subject.matrices.items()):
-        read = "" if subject.whole else " in the bytes that were read; --deep reads all"
-        message = f"all {len(subject.matrices)} tensors equal the base's{read}"
-        yield Fault(message=message, severity=None if subject.whole else Severity.WARNING)
+    heads = {name for name in subject.matrices if head_of(name.rpartition(".")[0])}
+    if not all(_same(each, base.get(name), subject) for name, each in subject.matrices.items() if name not in heads):
+        return
+    trained = not all(_same(subject.matrices[name], base.get(name), subject) for name in heads)
+    read = "" if subject.whole else " in the bytes that were read; --deep reads all"
+    message = f"all {len(subject.matrices)} tensors equal the base's{read}"
+    if trained:
+        message = (
+            f"all tensors but the head's equal the base's{read}: only the head was trained, or no adapter was merged"
+        )
+    yield Fault(message=message, severity=Severity.INFO if trained else None if subject.whole else Severity.WARNING)
 
 
-def _same(one: StoredTensor, other: StoredTensor, *, whole: bool) -> bool:
-    if one.dtype is not other.dtype or one.shape != other.shape:
+def _same(one: StoredTensor, other: StoredTensor | None, subject: ModelSubject) -> bool:
+    if other is None or one.dtype is not other.dtype or one.shape != other.shape:
         return False
-    length = one.nbytes if whole else min(one.nbytes, _FIRST)
+    length = one.nbytes if subject.whole else min(one.nbytes, _FIRST)
     blocks = ((at, min(_BLOCK, length - at)) for at in range(0, length, _BLOCK))
     return all(read_part(one, *block) == read_part(other, *block) for block in blocks)

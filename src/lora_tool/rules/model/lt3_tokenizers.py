@@ -1,19 +1,22 @@
-"""LT325: the tokenizer beside an adapter against the base's, and against its embeddings."""
+"""LT325 and LT326: the tokenizer beside an adapter against the base's and its embeddings, and whether there is one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from lora_tool.checkpoints.folders import listed
 from lora_tool.core.errors import CorruptFile
 from lora_tool.core.report import Severity
 from lora_tool.formats.files import same_content
-from lora_tool.formats.tokenizer import FAST, own_files, tokenizer_of
-from lora_tool.models.ends import is_input
+from lora_tool.formats.tokenizer import FAST, FILE_NAMES, own_files, tokenizer_of
+from lora_tool.models.ends import LANGUAGE_MODELS, is_input
 from lora_tool.rules.engine.registry import Fault, Need, rule
-from lora_tool.rules.engine.subjects import AdapterSubject
-from lora_tool.rules.model.lt3_model_ends import vocabulary_rows
+from lora_tool.rules.engine.subjects import AdapterSubject, ModelSubject, Subject
+from lora_tool.rules.merged.subject import MergedSubject
+from lora_tool.rules.model.lt3_model_ends import TRAINING_FILES, vocabulary_rows
 
+_TOKENIZERS = frozenset(name for name in FILE_NAMES if not name.startswith("chat_template"))
 _PERCENT = 100
 _SMALL = 1000
 """A model of fewer tokens is a toy, or reads bytes, and may have rows to spare."""
@@ -58,6 +61,41 @@ def other_words(subject: AdapterSubject) -> Iterator[Fault]:
         if few or beyond * _PERCENT > len(mine.ids):
             message = f"has {len(mine.ids):,} words, but the base's embeddings have {rows:,} rows"
             yield Fault(message=message, path=mine.path)
+
+
+_OF_TEXT = (*LANGUAGE_MODELS, "ForSequenceClassification")
+_NOT_TEXT = frozenset({"chronos_config", "conv_dim", "num_codebooks", "num_mel_bins"})
+"""Fields of the configs of models that read and write something else, in classes with the same endings."""
+
+
+@rule("LT326", Severity.INFO, on=Subject)
+def no_tokenizer(subject: Subject) -> Iterator[Fault]:
+    """No tokenizer is with the weights.
+
+    What it does: Looks for a tokenizer in the folder of a language model or sequence classifier, or of an adapter that a
+    run saved for one; in the run's folder; and, for an adapter, beside the base.
+    Why it matters: The folder cannot be used by itself. With a tokenizer from elsewhere, whose special tokens or chat
+    template are others, the model sees other inputs than it was trained on.
+    Example: A `checkpoint-300` with `adapter_model.safetensors` and `trainer_state.json`, and no `tokenizer.json` there
+    or in the folder above.
+    What to do: Save the tokenizer that training used: `tokenizer.save_pretrained(FOLDER)`. TRL and the Trainer save it
+    if they are given it as `processing_class`.
+    """
+    # what a merge of an adapter lacks, LT615 reports
+    if not isinstance(subject, AdapterSubject | ModelSubject) or isinstance(subject, MergedSubject):
+        return
+    folder, base = subject.checkpoint.folder, subject.base
+    names = [*folder.files, *(listed(folder.root.absolute().parent) if folder.is_numbered else ())]
+    if isinstance(subject, AdapterSubject):
+        names += base.folder.files if base is not None else ()
+        config, of_run = base and base.config, folder.is_numbered or not TRAINING_FILES.isdisjoint(names)
+        expected = of_run and subject.config.task_type in ("CAUSAL_LM", "SEQ_CLS")
+    else:
+        config = subject.checkpoint.config
+        expected = config is not None and any(name.endswith(_OF_TEXT) for name in config.architectures)
+    reads_text = config is None or _NOT_TEXT.isdisjoint(config.raw)
+    if expected and reads_text and _TOKENIZERS.isdisjoint(names):
+        yield Fault(message="has no tokenizer", path=folder.root)
 
 
 def _has_own_embedding(subject: AdapterSubject) -> bool:
