@@ -129,7 +129,7 @@ def _task_type(checkpoint: Checkpoint, findings: Sequence[Finding], task: str | 
         yield FieldChange(path=checkpoint.config.path, keys=("task_type",), value=right)
 
 
-def _names(checkpoint: Checkpoint, findings: Sequence[Finding], _task: str | None) -> Iterator[Change]:
+def _names(checkpoint: Checkpoint, _findings: Sequence[Finding], _task: str | None) -> Iterator[Change]:
     """Yield names without what torch.compile, FSDP and DistributedDataParallel put into them.
 
     Where PEFT's own beginning is lost, its place has to be found out: that is what `convert` does.
@@ -139,10 +139,10 @@ def _names(checkpoint: Checkpoint, findings: Sequence[Finding], _task: str | Non
     paths = view_of(checkpoint).paths
     right = {name: replace(key, module=paths[key.module]).canonical for name, key in checkpoint.keys.items()}
     count = Counter(right.values())
-    for name in dict.fromkeys(finding.subject for finding in findings if finding.subject in right):
+    for name, new in right.items():
         # two tensors for one name: which is meant, nobody can tell
-        if name is not None and PREFIX in name and drift(checkpoint.keys[name]) and count[right[name]] == 1:
-            yield NameChange(path=checkpoint.tensors[name].path, old=name, new=right[name])
+        if PREFIX in name and drift(checkpoint.keys[name]) and count[new] == 1:
+            yield NameChange(path=checkpoint.tensors[name].path, old=name, new=new)
 
 
 def _total_size(checkpoint: Checkpoint, findings: Sequence[Finding], _task: str | None) -> Iterator[Change]:

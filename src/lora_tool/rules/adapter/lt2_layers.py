@@ -15,7 +15,7 @@ from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.weights import read_single
 from lora_tool.models.ends import MATRIX
-from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.registry import Fault, Need, as_one, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, LoraSubject
 
 _OF_LORA = frozenset({Need.WEIGHTS, Need.LORA})
@@ -163,12 +163,10 @@ def zero_size(subject: AdapterSubject) -> Iterator[Fault]:
     of_no_tokens = {tokens.rows.name for tokens in subject.view.tokens.values() if tokens.of_none}
     empty = [each for each in empty if each.name not in of_no_tokens]  # LT226 reports these
     hint = _where_values_are(subject, {tensor.name for tensor in empty}) if empty else None
-    for tensor in empty:
-        message = (
-            f"has shape {list(tensor.shape)}: it was saved under ZeRO-3 without a gather, so its values are not in "
-            "this file"
-        )
-        yield Fault(subject=tensor.name, message=message, hint=hint)
+    why = "it was saved under ZeRO-3 without a gather, so its values are not in this file"
+    yield from as_one(
+        Fault(subject=tensor.name, message=f"has shape {list(tensor.shape)}: {why}", hint=hint) for tensor in empty
+    )
 
 
 def _where_values_are(subject: AdapterSubject, empty: set[str]) -> str | None:
@@ -198,6 +196,10 @@ def not_floats(subject: AdapterSubject) -> Iterator[Fault]:
     Example: `…lora_A.weight` is I8.
     What to do: Save the adapter in its training dtype: float32 or bfloat16.
     """
+    yield from as_one(_of_wrong_type(subject))
+
+
+def _of_wrong_type(subject: AdapterSubject) -> Iterator[Fault]:
     for name, tensor in subject.tensors.items():
         if tensor.dtype.is_float:
             continue

@@ -26,7 +26,7 @@ from lora_tool.models.ends import (
 from lora_tool.models.layers import is_beyond
 from lora_tool.models.model_tensors import module_names
 from lora_tool.rules.engine.base_match import BaseMatch
-from lora_tool.rules.engine.registry import Fault, Need, Unchecked, rule
+from lora_tool.rules.engine.registry import Fault, Need, Unchecked, as_one, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.rules.shared.base_match import begin_as_with_a_head, is_decoder, may_be_absent
 from lora_tool.rules.shared.merged_class import makes_unknown_class
@@ -55,10 +55,13 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
     """
     view = subject.view
     hint = f"lora-tool convert {shlex.quote(str(subject.checkpoint.root))} --to peft"
-    for name, key in view.adapter.keys.items():
-        wrong = drift(key)
-        if wrong:
-            yield Fault(subject=name, message=f"{wrong}; expected `{PREFIX}{view.paths[key.module]}…`", hint=hint)
+    wrong = {name: why for name, key in view.adapter.keys.items() if (why := drift(key))}
+    for why in dict.fromkeys(wrong.values()):
+        yield from as_one(
+            Fault(subject=name, message=f"{why}; expected `{PREFIX}{view.paths[key.module]}…`", hint=hint)
+            for name, key in view.adapter.keys.items()
+            if wrong.get(name) == why
+        )
     for copy in view.parts(Part.SAVED_MODULE):
         if copy.name not in view.plain:
             message = f"PEFT looks for `{PREFIX}{copy.name}` and would fail"

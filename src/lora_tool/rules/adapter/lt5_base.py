@@ -17,7 +17,7 @@ from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.models.ends import CLASSIFICATION_TASKS, MATRIX, head_of, is_end, is_last_layer
 from lora_tool.models.layers import is_beyond
 from lora_tool.rules.engine.base_match import BaseMatch
-from lora_tool.rules.engine.registry import Fault, Need, doubted, rule
+from lora_tool.rules.engine.registry import Fault, Need, as_one, doubted, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.rules.shared.base_match import delta_shape, held_or_tied, is_decoder, may_be_absent, of_causal_lm
 from lora_tool.rules.shared.merged_class import merged_tensors
@@ -124,10 +124,13 @@ def target_absent(subject: AdapterSubject) -> Iterator[Fault]:
     if absent and len(absent) == len(_adapted(subject)):
         yield Fault(message=f"none of its {len(absent)} modules is in {match.base.root}; the first is `{absent[0][0]}`")
         return
-    for module, name in absent:
-        close = closest(match.name(module), modules) if module is absent[0][0] else None
-        nearest = f"; the closest name there is `{close}`" if close else ""
-        yield Fault(subject=name, message=f"adapts `{module}`, which {match.base.root} does not have{nearest}")
+    close = closest(match.name(absent[0][0]), modules) if absent else None
+    nearest = f"; the closest name there is `{close}`" if close else ""
+    lacks = f"which {match.base.root} does not have"
+    yield from as_one(
+        Fault(subject=name, message=f"adapts `{module}`, {lacks}{'' if at else nearest}")
+        for at, (module, name) in enumerate(absent)
+    )
     for module, name in _adapted(subject).items() if subject.is_reward() else ():
         if of_other := of_causal_lm(subject, module):
             yield Fault(subject=name, message=f"adapts `{module}`, which a {of_other} does not have")
@@ -146,6 +149,19 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
     """
     match = subject.matched
     yield from _heads_of_other_width(subject, match)
+    yield from as_one(_layers_of_other_size(subject, match))
+    for module, tokens in subject.view.tokens.items():
+        weight, rows = match.tensor(module), tokens.rows
+        if weight is not None and rows.shape[1:] != weight.shape[1:]:
+            message = (
+                f"has rows of {list(rows.shape[1:])}, but the base's `{weight.name}` has rows of "
+                f"{list(weight.shape[1:])}"
+            )
+            yield Fault(subject=rows.name, message=message)
+
+
+def _layers_of_other_size(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:
+    """Compare the factors of each layer with the base's weight."""
     if _RESHAPED & set(subject.config.refused):
         return
     # only the class itself has the order in which parameters are wrapped
@@ -164,14 +180,6 @@ def dimensions_differ(subject: AdapterSubject) -> Iterator[Fault]:
             yield from faults
             if kind is not None and not faults:
                 fitting.add(kind)
-    for module, tokens in subject.view.tokens.items():
-        weight, rows = match.tensor(module), tokens.rows
-        if weight is not None and rows.shape[1:] != weight.shape[1:]:
-            message = (
-                f"has rows of {list(rows.shape[1:])}, but the base's `{weight.name}` has rows of "
-                f"{list(weight.shape[1:])}"
-            )
-            yield Fault(subject=rows.name, message=message)
 
 
 def _misfits_weight(subject: AdapterSubject, match: BaseMatch, layer: LoraLayer) -> Iterator[Fault]:
@@ -278,9 +286,11 @@ def layer_beyond_base(subject: AdapterSubject) -> Iterator[Fault]:
     Example: The adapter has layers 0 to 39, the base 0 to 31.
     What to do: Give the model that the adapter was trained on: `--base MODEL`.
     """
-    for _, name, beyond in _absent(subject):
-        if beyond:
-            yield Fault(subject=name, message=f"belongs to layer {beyond[0]}, but the base's last layer is {beyond[1]}")
+    yield from as_one(
+        Fault(subject=name, message=f"belongs to layer {beyond[0]}, but the base's last layer is {beyond[1]}")
+        for _, name, beyond in _absent(subject)
+        if beyond
+    )
     yield from _without_a_place(subject)
     if subject.matched.in_part:
         yield from _past_the_config(subject)

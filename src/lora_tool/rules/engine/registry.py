@@ -13,6 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from lora_tool.core.choices import closest
+from lora_tool.core.display import named
 from lora_tool.core.errors import Defect, UnknownRule
 from lora_tool.core.report import Checked, Finding, Report, Severity
 from lora_tool.rules.engine.subjects import AdapterSubject, Matter, Subject
@@ -85,6 +86,20 @@ def doubted(fault: Fault, doubt: str | None) -> Fault:
     if doubt is None:
         return fault
     return replace(fault, severity=Severity.WARNING, message=f"{fault.message}; {doubt}")
+
+
+_FEW = 3
+
+
+def as_one(faults: Iterable[Fault]) -> Iterator[Fault]:
+    """Yield the faults that have one cause as one, which counts them and names a few; up to three as they are."""
+    listed = tuple(faults)
+    if len(listed) <= _FEW:
+        yield from listed
+        return
+    first, *others = listed
+    like_it = named([each.subject for each in others if each.subject], most=2)
+    yield replace(first, message=f"{first.message}; {len(others)} others are like it: {like_it}")
 
 
 class Unchecked(Struct, frozen=True, kw_only=True, eq=False):

@@ -153,9 +153,7 @@ def model_is_its_base(subject: ModelSubject) -> Iterator[Fault]:
     read = "" if subject.whole else " in the bytes that were read; --deep reads all"
     message = f"all {len(subject.matrices)} tensors equal the base's{read}"
     if trained:
-        message = (
-            f"all tensors but the head's equal the base's{read}: only the head was trained, or no adapter was merged"
-        )
+        message = f"only its head was trained, or no adapter was merged: all other tensors equal the base's{read}"
     yield Fault(message=message, severity=Severity.INFO if trained else None if subject.whole else Severity.WARNING)
 
 
