@@ -7,16 +7,19 @@ for `trl` too. Importing this is cheap; reading a run imports TRL, and with it t
 from __future__ import annotations
 
 import argparse
+import enum
 import functools
 import importlib
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from msgspec import Struct, field
 
 from lora_tool.core.choices import closest
+from lora_tool.core.display import some
 from lora_tool.core.errors import CorruptFile
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import read_text
@@ -31,6 +34,8 @@ _PRESET = "accelerate_config"
 """TRL's own word beside accelerate's: the name of one of its presets, or the path of an accelerate config."""
 _NOT_LAUNCH = ("help", "module", "no_python", "env")
 _ABSENT = object()
+_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
+"""How argparse refuses a value."""
 _SCRIPT = "SCRIPT"
 """What stands for the script where only accelerate's options are parsed."""
 
@@ -91,10 +96,13 @@ def read_run_config(method: Method, path: Path | None, words: Sequence[str]) -> 
     parser.set_defaults_with_config(**file)
     extra = {name: value for name, value in table.items() if name not in names}
     on_line = frozenset(name for name, value in vars(typed).items() if value is not _ABSENT)
+    options = vars(parser.parse_known_args(list(words))[0])
+    for name in sorted(on_line | file.keys()):
+        _require_allowed(name, options[name], parser, "command line" if name in on_line else str(path))
     return RunConfig(
         method=method,
         path=path,
-        options=vars(parser.parse_known_args(list(words))[0]),
+        options=options,
         given=on_line | file.keys(),
         typed=on_line,
         launch=_launch(extra, rest, known),
@@ -146,6 +154,28 @@ def _unknown_option(name: str, known: Collection[str], where: str) -> BadRunConf
     return BadRunConfig(f"{where}: unknown option `{name}`", hint=hint)
 
 
+def _require_allowed(name: str, value: object, parser: Any, where: str) -> None:
+    """Return unless the option has some values and this is none of them, which TRL says only once it trains.
+
+    Raises `BadRunConfig` with the closest of them.
+    """
+    held = (part for kind in parser.dataclass_types for part in get_args(_types_of(kind).get(name)))
+    allowed = [str(member.value) for part in held if isinstance(part, enum.EnumMeta) for member in list(part)]
+    if not isinstance(value, str) or isinstance(value, enum.Enum) or not allowed or value in allowed:
+        return
+    close = closest(value, allowed)
+    hint = f"did you mean `{close}`?" if close else f"one of {', '.join(allowed)}"
+    raise BadRunConfig(f"{where}: `{name}` is {value}, which is none of {some(allowed, 12)}", hint=hint)
+
+
+@functools.cache
+def _types_of(kind: type) -> Mapping[str, Any]:
+    try:
+        return get_type_hints(kind)
+    except (NameError, TypeError):  # of an option whose type is not imported at runtime: TRL judges its values itself
+        return {}
+
+
 def trl_parser(method: Method) -> Any:
     """Return TRL's parser of the method's options, which raises `BadRunConfig` where it would end the process."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -181,7 +211,11 @@ def described_options(method: Method) -> dict[str, list[tuple[str, str]]]:
 
 
 def _refuse(who: str, message: str) -> NoReturn:
-    raise BadRunConfig(f"{who} does not accept the options: {message}")
+    chosen = _CHOICE.search(message)
+    close = closest(chosen[1], re.findall(r"[\w.-]+", chosen[2])) if chosen else None
+    raise BadRunConfig(
+        f"{who} does not accept the options: {message}", hint=f"did you mean `{close}`?" if close else None
+    )
 
 
 @functools.cache

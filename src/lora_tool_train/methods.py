@@ -54,3 +54,10 @@ METHODS = {
     )
 }
 """Name on the command line → method."""
+GUARDED = {
+    "distillation": "trl distillation --config run.yaml",
+    **dict.fromkeys(
+        ("gkd", "gold", "ppo", "online_dpo", "xpo", "nash_md", "bco", "prm", "sdft", "sdpo", "tpo"), "python SCRIPT"
+    ),
+}
+"""Other methods of TRL → the command that trains by one, which `lora-tool guard` runs."""

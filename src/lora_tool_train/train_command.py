@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from lora_tool.cli.options import Sectioned, UserPath, json_option, quiet_option
 from lora_tool.cli.terminal import tell
-from lora_tool.core.errors import require_packages
-from lora_tool_train.methods import METHODS
+from lora_tool.core.errors import WrongValue, require_packages
+from lora_tool_train.methods import GUARDED, METHODS
 
 PACKAGES = ("torch", "transformers", "peft", "trl", "accelerate", "datasets")
 
@@ -21,6 +21,12 @@ class _Train(Sectioned):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[__name__] = next((word for word in args if word in METHODS), None)
+        other = next((word for word in args if word in GUARDED), None)
+        if other is not None and ctx.meta[__name__] is None:
+            raise WrongValue(
+                f"train has no {other}: expected one of {', '.join(METHODS)}",
+                hint=f"run what trains by it under the same guard: lora-tool guard -- {GUARDED[other]}",
+            )
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -63,7 +69,8 @@ def command(
 ) -> int:
     """Train with TRL; stop runs that are bound to fail.
 
-    METHOD is reward, sft, dpo, kto, grpo, rloo, cpo or orpo. Every option of TRL's config classes and of
+    METHOD is reward, sft, dpo, kto, grpo, rloo, cpo or orpo; TRL's others, as distillation, run under `lora-tool
+    guard`. Every option of TRL's config classes and of
     `accelerate launch` may be given, in the YAML or as --name value; `train METHOD --help` lists TRL's. Needs
     lora-tool[train].
     """

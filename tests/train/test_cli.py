@@ -56,6 +56,7 @@ def test_it_trains(tmp_path: Path, call: Caller, monkeypatch: pytest.MonkeyPatch
     [
         ({}, ["--lora_task_type", "CAUSAL_LM"], 1, "error: training did not start: task-type: is CAUSAL_LM"),
         ({}, ["--lora_rr", "8"], 2, "did you mean `lora_r`?"),
+        ({"lr_scheduler_type": "cosinus"}, [], 2, "did you mean `cosine`?"),
         ({"dataset_name": ...}, [], 2, "no data is given"),
         ({"model_name_or_path": ...}, [], 2, "no model is given"),
         ({}, ["--resume", "nowhere"], 3, "nowhere: cannot be resumed from: no such folder"),
@@ -69,6 +70,16 @@ def test_a_run_that_cannot_end_well_starts_no_worker(
     assert said in done.err
     assert "Traceback" not in done.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [("distillation", "trl distillation --config run.yaml"), ("gkd", "python SCRIPT")]
+)
+def test_another_method_of_trl_runs_under_the_guard(name: str, way: str, call: Caller) -> None:
+    done = call("train", name, "--config", "run.yaml")
+    assert done.code == 2
+    assert f"train has no {name}: expected one of reward, sft" in done.err
+    assert f"lora-tool guard -- {way}" in done.err
 
 
 def test_without_the_extra_there_is_one_message(tmp_path: Path, call: Caller, monkeypatch: pytest.MonkeyPatch) -> None:

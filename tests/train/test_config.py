@@ -48,6 +48,9 @@ def test_every_flag_of_accelerate_is_one(tmp_path: Path) -> None:
         ("lora_tool: {gaurd: {}}", (), "gaurd", "guard"),
         ("lora_tool: {guard: {windw: 3}}", (), "windw", "window"),
         ("learning-rat: 1", (), "learning_rat", "learning_rate"),
+        ("lr_scheduler_type: cosinus", (), "lr_scheduler_type` is cosinus", "cosine"),
+        ("save_strategy: steps", ("--eval_strategy", "epochs"), "eval_strategy.* 'epochs'", "epoch"),
+        ("optim: adamw_toch", (), "run.yaml: `optim` is adamw_toch", "adamw_torch"),
         ("lora_tool: {guard: {ignore: [no-margn]}}", (), "no-margn", "no-margin"),
     ],
 )
@@ -57,6 +60,11 @@ def test_a_typo_is_named_with_what_was_meant(
     with pytest.raises(BadRunConfig, match=wrong) as caught:
         read(tmp_path, text, *typed)
     assert re.search(rf"(?i)did you mean [`']{right}[`']\?", f"{caught.value} {caught.value.hint}")
+
+
+def test_every_value_that_transformers_has_is_taken(tmp_path: Path) -> None:
+    text = "lr_scheduler_type: warmup_stable_decay\noptim: paged_adamw_8bit\nsave_strategy: best\neval_strategy: no\n"
+    assert read(tmp_path, text).given >= {"lr_scheduler_type", "optim", "save_strategy", "eval_strategy"}
 
 
 @pytest.mark.parametrize(
