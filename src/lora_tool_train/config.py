@@ -160,7 +160,8 @@ def _require_allowed(name: str, value: object, parser: Any, where: str) -> None:
     Raises `BadRunConfig` with the closest of them.
     """
     held = (part for kind in parser.dataclass_types for part in get_args(_types_of(kind).get(name)))
-    allowed = [str(member.value) for part in held if isinstance(part, enum.EnumMeta) for member in list(part)]
+    kinds = (part for part in held if isinstance(part, type) and issubclass(part, enum.Enum))
+    allowed = [str(member.value) for kind in kinds for member in kind]
     if not isinstance(value, str) or isinstance(value, enum.Enum) or not allowed or value in allowed:
         return
     close = closest(value, allowed)
