@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -221,13 +222,23 @@ def test_the_manifest_names_the_inputs(copies: Path, call: Caller) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["{base}", "{adapter}"], ["{base}", "{adapter}", "-o", "x"], ["{base}", "--base", "{adapter}"]]
+    ("typed", "kept"),
+    [
+        ("{base} {adapter}", ""),
+        ("--dry-run {base} {adapter} -o x", " --dry-run -o x"),
+        ("{base} --base {adapter} --dry-run --dtype float32", " --dry-run --dtype float32"),
+        ("{base} {adapter}=0.5 -o x --dry-run", " -o x --dry-run"),
+    ],
 )
-def test_the_base_in_the_adapters_place_names_the_command_that_was_meant(words: list[str], call: Caller) -> None:
+def test_the_base_in_the_adapters_place_names_the_command_that_was_meant(typed: str, kept: str, call: Caller) -> None:
     base = LLAMA.replace("adapter", "base")
-    called = call("merge", *(word.format(base=base, adapter=LLAMA) for word in words))
+    called = call("merge", *typed.format(base=base, adapter=LLAMA).split())
     assert called.code in (2, 3)
-    assert f"lora-tool merge {LLAMA} --base {base}\n" in called.err
+    words = shlex.split(called.err.rpartition("lora-tool ")[2])
+    adapter = next(word for word in typed.format(base=base, adapter=LLAMA).split() if word.startswith(LLAMA))
+    assert words == ["merge", adapter, "--base", base, *kept.split()]
+    if "--dry-run" in typed:
+        assert call(*words).code == 0
 
 
 def test_what_goes_into_what_is_told_before_the_work_and_the_verdict_after(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -145,18 +146,43 @@ def as_typed(text: str) -> str:
 def retyped(text: str, words: Sequence[str]) -> str:
     """Return `text` with the `words` that were typed in the command that it ends with, if that names the same command.
 
-    It has to name a folder in the one that was typed, or in the working directory where only options were.
+    It has to name a folder in the one that was typed, or in the working directory where only options were; or the
+    folders that were typed, and what else they need.
     """
     begin, found, command = text.rpartition("lora-tool ")
     suggested = shlex.split(command) if found and "`" not in command and command.count("'") % 2 == 0 else []
-    if len(suggested) != len(("merge", "PATH")) or list(words[:1]) != suggested[:1]:
+    if list(words[:1]) != suggested[:1]:
         return text
+    if suggested[-2:] == ["-o", "OUT"] and any(word.partition("=")[0] in _OUTPUT for word in words):
+        suggested = suggested[:-2]
+    if len(suggested) != len(("merge", "PATH")):
+        return f"{begin}lora-tool {shlex.join(whole)}" if (whole := _with_others(suggested, words)) else text
     path = Path(suggested[1])
     typed = [word for word in words[1:] if not word.startswith("-") and Path(word) in path.parents]
     if len(typed) == 1:
         return f"{begin}lora-tool {shlex.join(suggested[1] if word == typed[0] else word for word in words)}"
     only_options = all(word.startswith("-") for word in words[1:]) and not path.is_absolute()
     return f"{begin}lora-tool {shlex.join([*words, suggested[1]])}" if only_options else text
+
+
+_WITH_VALUES = ("--base", "--adapter", *_OUTPUT)
+"""Options of suggested commands whose typed values are not repeated."""
+
+
+def _with_others(suggested: Sequence[str], words: Sequence[str]) -> list[str]:
+    """Return a suggested command with its folders' weights and the other words as typed; none if they are other folders."""
+    options = {word for word in suggested if word.startswith("-")}
+    first = next((at for at, word in enumerate(suggested) if word in options), len(suggested))
+    typed = {word.rpartition("=")[0] or word: word for word in words}
+    folders = [typed.get(word, "") for word in suggested[1:first]]
+    if not all(folders) or not folders:
+        return []
+    again = options.intersection(_WITH_VALUES) | ({*_OUTPUT} if options.intersection(_OUTPUT) else set())
+    left, said = [], {*suggested, *folders}
+    for before, word in itertools.pairwise(words):
+        if word not in said and before not in again and word.partition("=")[0] not in again:
+            left.append(word)
+    return [suggested[0], *folders, *suggested[first:], *left]
 
 
 @contextlib.contextmanager
