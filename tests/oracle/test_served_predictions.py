@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lora_tool import verify
-from tests.fake_server import CARDS, FakeServer
-from tests.mutations import FIXTURES
+from tests.checkpoint_edits import renamed
+from tests.fake_server import CARDS, TOKENS, FakeServer
+from tests.mutations import CAUSAL, FIXTURES, copy_of
 
 ADAPTER, FOLDER = FIXTURES / "causal-llama/adapter", FIXTURES / "causal-llama/base"
 Rows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -68,3 +70,12 @@ def test_a_servers_answers_against_pefts(
     assert found.served.peft is not None
     if not findings and not skipped:
         assert found.served.peft.adapter <= 4 * found.served.peft.base + 1e-5
+
+
+def test_an_adapter_that_does_not_fit_the_base_here_is_asked_about_all_the_same(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    renamed(folder, lambda name: name.replace(".layers.0.", ".layers.9."))
+    with FakeServer(lambda _: TOKENS).running() as server:
+        found = verify(folder, served=server.url)
+    assert [each.code for each in found.report.findings] == ["LT823"]
+    assert "LT503" in found.report.skipped[0].reason

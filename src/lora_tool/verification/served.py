@@ -11,7 +11,7 @@ from lora_tool.adapters.targeting import trained_for
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.sources import source_of
 from lora_tool.core.display import size
-from lora_tool.core.errors import MissingDependency, UnsupportedAdapter, require_packages
+from lora_tool.core.errors import LoraToolError, MissingDependency, UnsupportedAdapter, require_packages
 from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import Rule, chosen
 from lora_tool.rules.judging import Judge
@@ -116,14 +116,17 @@ def _predictions(adapter: AdapterDir, base: ModelDir | str, question: Question) 
     """Return what runs the base with PEFT, or why nothing does. Raises as `_prepared` where it was asked for."""
     try:
         return _prepared(adapter, base, question), ""
-    except (UnsupportedAdapter, MissingDependency) as error:
+    except LoraToolError as error:  # of an adapter that does not fit the base, too: PEFT would leave parts of it out
         if question.run_models:
             raise
         return None, f"{error}; {error.hint}" if isinstance(error, MissingDependency) else str(error)
 
 
 def _prepared(adapter: AdapterDir, base: ModelDir | str, question: Question) -> Predictions:
-    """Return what runs the base with PEFT. Raises `MissingDependency`, and `UnsupportedAdapter` for what is not run."""
+    """Return what runs the base with PEFT.
+
+    Raises `MissingDependency`, `UnsupportedAdapter` for what is not run, and as `plan_merge` for what does not fit.
+    """
     if isinstance(base, str):
         raise UnsupportedAdapter(base)
     require_packages(("torch", "transformers", "peft"), extra="merge")
