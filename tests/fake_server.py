@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on the loopback device, which answers what a test wants it to, for a few seconds."""
+"""An OpenAI-compatible server on the loopback device, which answers what a test wants it to."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
+
+from lora_tool.verification.prompts import OUR_PROMPTS
 
 Answer = Callable[[Mapping[str, Any]], Any]
 """Gets the request to /v1/completions; returns the likeliest tokens, or the whole answer where it is none of these."""
@@ -47,15 +49,13 @@ class FakeServer:
             thread.join(5)
             server.server_close()
 
-    def answers_until_idle(self) -> None:
-        """Answer until nothing has been asked for a few seconds."""
+    def answer_one_verification(self) -> None:
+        """Answer, in a thread, as often as a verification with the built-in prompts asks."""
         server = self._server()
-        server.timeout = 5
+        server.timeout = 600
 
         def serve() -> None:
-            seen = -1
-            while seen != len(self.asked):
-                seen = len(self.asked)
+            for _ in range(1 + 4 * len(OUR_PROMPTS)):
                 server.handle_request()
 
         threading.Thread(target=serve, daemon=True).start()
