@@ -256,10 +256,11 @@ def test_what_goes_into_what_is_told_before_the_work_and_the_verdict_after(
         "tensors: 12 copied, 14 merged, 1 added; all 29 tensors of the adapter used (precision float32)",
     )
     assert done.startswith(stopped.out)
-    *_, wrote, verdict, next_step = done.splitlines()
+    *_, wrote, verdict, next_step, serving = done.splitlines()
     assert wrote.startswith("wrote ")
     assert verdict.startswith("verified in sampled values: 27 of 27 tensors match")
     assert next_step == f'next: AutoModelForSequenceClassification.from_pretrained("{out}")'
+    assert shlex.split(serving)[:4] == ["next:", "vllm", "serve", str(out)], "it is quoted"
 
 
 def interrupted(*_: object, **__: object) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, pipeline
 
 from lora_tool import plan_merge
 from lora_tool.checkpoints import MERGED_MODEL, AdapterDir, open_checkpoint, open_model
 from lora_tool.core.tensors import DType
+from tests.mutations import MERGED, copy_of
 from tests.oracle.peft_merge import (
     different,
     merge_with_ours,
@@ -158,3 +159,17 @@ def test_a_head_takes_the_place_of_one_of_another_size(model_type: str, precisio
     assert merged.config.num_labels == 1
     theirs = peft_model.merge_and_unload().state_dict()
     assert not different(dict(merged.state_dict()), {name: theirs[name] for name in merged.state_dict()})
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_pipeline_of_transformers_gives_the_reward_where_it_is_told_to(told: bool, tmp_path: Path) -> None:
+    folder = copy_of(MERGED, tmp_path)
+    config = config_of(folder) | ({"problem_type": "regression"} if told else {})
+    (folder / "config.json").write_text(json.dumps(config))
+    model, tokenizer = load_whole(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        reward = model(**tokenizer("a text", return_tensors="pt")).logits[0, 0].float()
+    classify = pipeline("text-classification", model=model, tokenizer=tokenizer)
+    by_default = reward if told else reward.sigmoid()
+    assert classify("a text")[0]["score"] == pytest.approx(float(by_default), abs=1e-3)
+    assert classify("a text", function_to_apply="none")[0]["score"] == pytest.approx(float(reward), abs=1e-3)

@@ -12,14 +12,16 @@ from lora_tool import prepare, validate, verify
 from lora_tool.checkpoints import AdapterDir, open_checkpoint
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.report import Severity
+from lora_tool.formats.model_config import read_model_config
 from lora_tool.plans.algebra.plan_prepare import plan_prepare
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.serving.forms import FORMS
+from lora_tool.rules.serving.lt8_scores import serving_rewards
 from lora_tool.rules.serving.together import path_with
 from lora_tool.workflows.written import Written
 from tests import checkpoint_edits as edit
 from tests.judging import codes, judge, lines
-from tests.mutations import CAUSAL, FIXTURES, REWARD, copy_of
+from tests.mutations import CAUSAL, FIXTURES, MERGED, REWARD, copy_of
 from tests.mutations.served import plain
 
 SERVERS = ["peft", "vllm", "sglang", "llama.cpp"]
@@ -48,8 +50,32 @@ def test_a_reward_adapter_must_be_merged_and_the_command_is_right(tmp_path: Path
 
 
 def test_two_servers_are_judged_at_once() -> None:
-    messages = [finding.message for finding in judge(FIXTURES / REWARD, servers=["vllm", "sglang"]).findings]
+    report = judge(FIXTURES / REWARD, servers=["vllm", "sglang"])
+    messages = [finding.message for finding in report.at_least(Severity.WARNING)]
     assert [message.split()[0] for message in messages] == ["vLLM", "SGLang"]
+
+
+@pytest.mark.parametrize(
+    ("config", "servers"),
+    [
+        ({}, ["vllm", "sglang", "peft"]),
+        ({"problem_type": "regression"}, []),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, ["sglang", "peft"]),
+        ({"id2label": {"0": "A", "1": "B"}, "label2id": {"A": 0, "B": 1}}, []),
+        ({"architectures": ["Qwen2ForCausalLM"]}, []),
+    ],
+)
+def test_what_servers_make_of_a_reward_is_said_where_they_do_it(
+    config: dict[str, object], servers: list[str], tmp_path: Path
+) -> None:
+    folder = copy_of(MERGED, tmp_path)
+    with edit.fields(folder, "config.json") as fields:
+        fields.update(config)
+    for server in SERVERS:
+        found = [each for each in judge(folder, servers=[server]).findings if each.code == "LT825"]
+        assert bool(found) == (server in servers)
+    serving = serving_rewards(folder, read_model_config(folder / "config.json"))
+    assert (serving is not None) == ("vllm" in servers)
 
 
 @pytest.mark.parametrize(("rank", "flag"), [(8, None), (16, None), (17, "32"), (64, "64"), (300, "320"), (512, "512")])

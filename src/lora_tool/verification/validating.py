@@ -254,6 +254,7 @@ def _model(checkpoint: ModelDir, judge: Judge, adapters: tuple[AdapterDir, ...])
             num_labels=judge.labels,
             task=judge.task,
             base=judge.base,
+            servers=judge.servers,
             whole=whole,
             ask=judge.ask,
         )

@@ -17,6 +17,7 @@ from lora_tool.formats import adapter_config, model_config
 from lora_tool.formats.files import is_file
 from lora_tool.plans.core import delta_retention
 from lora_tool.plans.core.plan import Plan
+from lora_tool.rules.serving.lt8_scores import serving_rewards
 
 _AUTO_CLASSES = ("ForSequenceClassification", "ForCausalLM", "ForTokenClassification")
 """Ends of class names that transformers loads by its AutoModel of that name."""
@@ -56,6 +57,12 @@ class Written(Shown, Struct, frozen=True, kw_only=True):
             yield self.verdict
         if next_step := self._next_step():
             yield f"next: {next_step}"
+        config = self.path / model_config.FILE_NAME
+        is_base = plan.manifest.get("operation") != "merge" or plan.manifest.get("head_alone")
+        if not is_base and is_file(config):
+            serving = serving_rewards(self.path, model_config.read_model_config(config))
+            if serving is not None:
+                yield f"next: {serving}"
 
     @property
     def verdict(self) -> str:

@@ -162,6 +162,8 @@ class ModelSubject(Subject, frozen=True, kw_only=True, eq=False, dict=True):
     task: str | None = None
     base: ModelDir | None = None
     """The model that it is compared with, tensor by tensor."""
+    servers: frozenset[str] = frozenset()
+    """What the model must be fit for (`--for`)."""
     contradiction: Problem | None = None
     """What transformers, where a merge asked it, found that config and weights contradict each other in."""
     ask: AskClass | None = None
