@@ -25,6 +25,7 @@ from lora_tool.models.judges import JUDGE_TYPES, judge_class
 from tests.judging import codes, judge
 from tests.oracle.peft_merge import BF16, FP32, load_model, save_base, saved_tensors, train
 from tests.oracle.tiny import Task
+from tests.quantised_models import quantise
 from tests.readme import DOCUMENTATION, ROOT
 
 # transformers and PEFT warn of tiny configs and tied embeddings: the scores are the test
@@ -150,6 +151,18 @@ def test_the_head_of_a_bfloat16_judge_is_exact_in_float32(tmp_path: Path) -> Non
     head = saved_tensors(out)["score.weight"].double()
     exact, bound = (hidden @ head.T)[:, 0], (hidden.abs() @ head.abs().T)[:, 0] / 256
     assert bool(((scores(load_classifier(out)).double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "nf4-double"])
+def test_a_quantised_judge_stays_quantised(form: str, tmp_path: Path) -> None:
+    plain = judge_at(tmp_path / "plain", "llama", BF16, hidden_size=64, intermediate_size=128)
+    folder, _ = quantise(plain, tmp_path / "judge", form, lambda module: "proj" in module)
+    with_words(folder)
+    done = convert(folder, "seq-cls", yes="yes", no="no", out=tmp_path / "out")
+    assert any("loaders of quantised weights" in note for note in done.plan.notes)
+    require_right(done.path)
+    expected = difference(load_model(folder, "causal-lm").eval())
+    assert torch.allclose(scores(load_classifier(done.path)), expected, rtol=2**-7, atol=2**-8)
 
 
 _LORA = ["q_proj", "v_proj"]

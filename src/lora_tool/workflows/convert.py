@@ -123,8 +123,8 @@ def _to_seq_cls(source: Reference, options: ConvertOptions, caller: Caller) -> D
     if options.out is not None:
         require_output(Path(options.out), options, source)
     found = opened(source)
-    if not isinstance(found, ModelDir):
-        found = opened_adapter(found)
+    # of a Hub id an adapter's weights are here, and not a model's
+    found = opened_model(source) if isinstance(found, ModelDir) else opened_adapter(found)
     out = Path(options.out) if options.out is not None else beside(source_of(found.root), AdapterForm.SEQ_CLS)
     require_apart(out, options, found.root)
     from lora_tool.plans.convert.plan_seq_cls import plan_seq_cls  # after the inputs are known to be right

@@ -18,6 +18,7 @@ from lora_tool.core.tensors import DType, StoredTensor
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED
 from lora_tool.formats.quantised.encodings import encoding_of
 from lora_tool.formats.stored import same_values
+from lora_tool.models import architecture_of
 from lora_tool.models.ends import CLASSIFICATION_HEADS, MATRIX, head_of, is_input, is_output
 from lora_tool.plans.core.factor_ops import Mix, SmallMatrix
 from lora_tool.plans.core.operation import LoraTerm, rows_of
@@ -88,9 +89,12 @@ def output_layer(base: ModelDir, view: AdapterView | None) -> Layer:
     model without an output layer, `UnsupportedAdapter` for LoRA whose rows are not W + s·B·A.
     """
     stored, embedding = _end(base, is_output), _end(base, is_input)
-    if embedding is None or (stored is None and base.whole_config.tie_word_embeddings is False):
+    if embedding is None or (stored is None and not _ties(base)):
         lacking = "input embedding" if embedding is None else "output layer"
-        raise IncompatibleBase(f"{base.root}: no {lacking} found, so lora-tool cannot tell what scores its tokens")
+        raise IncompatibleBase(
+            f"{base.root}: no {lacking} found, so lora-tool cannot tell what scores its tokens",
+            hint=f"lora-tool validate {shlex.quote(str(base.root))}",
+        )
     weight = embedding if stored is None else stored
     if view is None:
         return _checked(Layer(module=_path(weight.name), weight=weight, bias=_bias(base.tensors)))
@@ -117,7 +121,9 @@ def score_layer(base: ModelDir, view: AdapterView | None) -> Layer:
     tables = (base.tensors,) if view is None else (view.saved, view.frozen, base.tensors)
     held = next((found for table in tables if (found := [*filter(is_of_head, table)])), [])
     if not held:
-        raise IncompatibleBase(f"{base.root}: no head of a classifier found")
+        raise IncompatibleBase(
+            f"{base.root}: no head of a classifier found", hint=f"lora-tool validate {shlex.quote(str(base.root))}"
+        )
     if len(held) > 1:
         raise UnsupportedAdapter(
             f"{base.root}: its head is {named(held)}, not one matrix with a row for each label, so its labels cannot be "
@@ -158,6 +164,17 @@ def _changed(view: AdapterView, is_one: Callable[[str], bool]) -> str | None:
     """Return the path of the end that the adapter holds something of."""
     paths = (*map(_path, (*view.saved, *view.frozen)), *view.tokens, *(layer.target for layer in view.layers))
     return next(filter(is_one, paths), None)
+
+
+def _ties(base: ModelDir) -> bool:
+    """Return whether a model without an output layer on disk has its embedding for one.
+
+    The rules know the classes in the table of architectures; of the others only Gemma 3 ties by default.
+    """
+    config = base.whole_config
+    row = architecture_of(config.model_type or "")
+    by_default = config.model_type == "gemma3" or (row is not None and row.causal_lm is not None)
+    return by_default if config.tie_word_embeddings is None else config.tie_word_embeddings
 
 
 def _is_copy(base: ModelDir, output: StoredTensor, embedding: StoredTensor) -> bool:

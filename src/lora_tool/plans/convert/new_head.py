@@ -133,23 +133,25 @@ def _made(
         [Share(layer=layer, row=row, coefficient=coefficient * factor) for _, row, coefficient in label.terms]
         for label in labels
     ]
-    op = head_of_rows(rows)
-    dtype = exact_type(op, layer.weight.dtype)
+    op, stored = head_of_rows(rows), layer.weight.dtype
+    exact = exact_type(op, stored)
+    # loaders of quantised weights keep every plain one in its type, and a hidden state of 16 bits meets no float32 head
+    quantised = isinstance(source, ModelDir) and source.whole_config.quantization is not None
     module = _SCORE if classifier is not None else layer.module
     name = f"{module}.weight" if isinstance(source, ModelDir) else f"{PREFIX}{module}.weight"
-    out = TensorSpec(name=name, dtype=dtype, shape=op.shape)
+    out = TensorSpec(name=name, dtype=stored if quantised else exact, shape=op.shape)
     reason = f"rows of {layer.module}: {'; '.join(map(str, labels))}"
     step = Step(out=out, op=op, action=TensorAction.COMPUTED, reason=reason)
-    wide = dtype is not layer.weight.dtype
-    notes = [
-        f"{module}: {counted(len(labels), 'label')}, {'; '.join(f'{label.name} = {label}' for label in labels)}",
-        *(
-            [f"{module} is {dtype}, because {layer.weight.dtype} does not hold its values; a loader may round them"]
-            if wide
-            else []
-        ),
-        *(["a negative scale turns the order of the scores round"] if asked.scale < 0 else []),
-    ]
+    notes = [f"{module}: {counted(len(labels), 'label')}, {'; '.join(f'{label.name} = {label}' for label in labels)}"]
+    if exact is not stored:
+        rounded = (
+            "rounded, because loaders of quantised weights take no other type"
+            if quantised
+            else "which a loader may round"
+        )
+        notes.append(f"{module} is {out.dtype}, {rounded}: {stored} does not hold its values")
+    if asked.scale < 0:
+        notes.append("a negative scale turns the order of the scores round")
     return Head(asked=asked, labels=labels, step=step, classifier=classifier, notes=tuple(notes))
 
 

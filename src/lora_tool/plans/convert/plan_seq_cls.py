@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from lora_tool.adapters.view import FACTORS, view_of
 from lora_tool.checkpoints import AdapterDir, ModelDir, require_whole
+from lora_tool.checkpoints.quantised import in_full_precision, metadata_in_files, quantisation_table
 from lora_tool.core.display import counted
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import parse
@@ -31,6 +32,7 @@ from lora_tool.plans.base.side_files import (
     left_out,
     owners,
     pad_token,
+    quantisation_file,
 )
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.convert.forms import AdapterForm
@@ -49,6 +51,7 @@ from lora_tool.plans.convert.plan_convert import hint_of_names, renamed_steps
 from lora_tool.plans.core.ops import Copy, Precision
 from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import InputRecord, SideFile, Step, base_files, index_files, lay_out
+from lora_tool.plans.merge.quantised.skip_lists import with_plain_modules
 from lora_tool.rules.engine.registry import chosen
 from lora_tool.rules.engine.subjects import ModelSubject
 from lora_tool.rules.judging import Judge, MergeJudge
@@ -84,11 +87,6 @@ def plan_seq_cls(
 
 
 def _of_model(model: ModelDir, asked: Asked, findings: tuple[Finding, ...]) -> Plan:
-    if model.whole_config.quantization is not None:
-        raise UnsupportedAdapter(
-            f"{model.root}: its weights are quantised ({model.whole_config.quantization})",
-            hint="convert the model that it was quantised from, and quantise the classifier",
-        )
     head = head_for(model, model, None, asked)
     gone = is_of_output if head.is_new else is_of_head
     steps = [
@@ -97,12 +95,18 @@ def _of_model(model: ModelDir, asked: Asked, findings: tuple[Finding, ...]) -> P
         if not gone(name)
     ]
     steps.append(head.step)
-    shards = lay_out(steps, homes=base_files(steps, model.tensors), max_shard_bytes=None)
+    config, metadata = model.whole_config, None
+    if quantisation_table(config):
+        # a head is plain, and a loader must not expect codes of it
+        config = with_plain_modules(model, in_full_precision(model), {head.step.out.name}, str)
+        metadata = metadata_in_files(model)
+    shards = lay_out(steps, homes=base_files(steps, model.tensors), max_shard_bytes=None, metadata=metadata)
     pad = pad_token((), model)
     pad_id = pad.id if pad is not None else model.whole_config.pad_token_id
     modules = ModuleSideFiles() if head.is_new else module_files(owners((), model), Task.SEQ_CLS)
     files: tuple[SideFile, ...] = (
-        config_file(model, _config_changes(model, head, pad_id)),
+        config_file(replace(model, config=config), _config_changes(model, head, pad_id)),
+        *quantisation_file(model, config),
         *copied_files((), model, generation=False),
         *modules.files,
         *index_files(shards),
