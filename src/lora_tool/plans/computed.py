@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+import msgspec
 from msgspec import Struct
 
 from lora_tool.adapters.gguf import GgufLayout, is_gguf, read_gguf
@@ -16,7 +17,7 @@ from lora_tool.adapters.view import AdapterView, view_of
 from lora_tool.checkpoints import ADAPTER, AdapterDir, ModelDir, open_checkpoint, require_whole
 from lora_tool.checkpoints.folders import read_folder
 from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
-from lora_tool.core.errors import NotACheckpoint
+from lora_tool.core.errors import BadConfig, Defect, NotACheckpoint
 from lora_tool.core.tensors import TensorTable
 from lora_tool.formats import manifest as manifest_format
 from lora_tool.formats.files import is_file
@@ -111,6 +112,7 @@ class SeqClsInputs(Struct, frozen=True, kw_only=True):
     manifest: Manifest
     source: AdapterDir | ModelDir
     base: ModelDir | None
+    asked: Asked
 
     @property
     def stored(self) -> Weights:
@@ -129,7 +131,7 @@ class SeqClsInputs(Struct, frozen=True, kw_only=True):
 
     def plan(self) -> Plan:
         """Return the plan of the same conversion, made now, without judging its input again. Raises as `plan_seq_cls`."""
-        return plan_seq_cls(self.source, self.base, Asked.of_json(self.manifest.raw["asked"]), ignore=("LT",))
+        return plan_seq_cls(self.source, self.base, self.asked, ignore=("LT",))
 
 
 def seq_cls_inputs(
@@ -137,15 +139,20 @@ def seq_cls_inputs(
 ) -> SeqClsInputs:
     """Return the classifier with what its manifest says it was made of, or with `adapters` and `base`.
 
-    Raises `NotACheckpoint` for an input that does not exist any more.
+    Raises `NotACheckpoint` for an input that does not exist any more, `BadConfig` for a manifest that does not say what was
+    asked for.
     """
     require_whole(made)
+    try:
+        asked = msgspec.convert(manifest.raw.get("asked"), Asked)
+    except msgspec.ValidationError as error:
+        raise BadConfig.of(manifest.path, Defect.BAD_FIELD, f"`asked`: {error}") from error
     model = recorded_model(manifest.input("base"), made.root, "converted") if base is None else opened_model(base)
     if isinstance(made, ModelDir):
-        return SeqClsInputs(made=made, manifest=manifest, source=model, base=None)
+        return SeqClsInputs(made=made, manifest=manifest, source=model, base=None, asked=asked)
     entry = manifest.input("adapter")
     source = opened_adapter(adapters[0]) if adapters else recorded_adapter(entry, made.root)
-    return SeqClsInputs(made=made, manifest=manifest, source=source, base=model)
+    return SeqClsInputs(made=made, manifest=manifest, source=source, base=model, asked=asked)
 
 
 ComputedInputs: TypeAlias = SumInputs | ExtractInputs | ConvertInputs | SeqClsInputs

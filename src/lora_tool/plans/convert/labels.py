@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +57,6 @@ class Asked(Struct, frozen=True, kw_only=True):
             raise WrongValue("`yes=T` makes one score, `label=T` a row for each label: give one of the two")
         if self.yes is not None and self.yes == self.no:
             raise WrongValue(f"`yes` and `no` are both {self.yes!r}: every score would be 0")
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as JSON data, for the manifest."""
-        return {"yes": self.yes, "no": self.no, "labels": list(self.labels), "scale": self.scale}
-
-    @classmethod
-    def of_json(cls, data: Mapping[str, Any]) -> Asked:
-        """Return what a manifest says was asked for."""
-        return cls(yes=data["yes"], no=data["no"], labels=tuple(data["labels"]), scale=float(data["scale"]))
 
 
 class Label(Struct, frozen=True, kw_only=True):
@@ -168,9 +159,9 @@ def label_rows(names: Sequence[str], root: Path) -> Callable[[str, str], int]:
     """Return what finds the row of a label of a classifier. It raises `UnsupportedAdapter` for any other word."""
 
     def row_of(word: str, _: str) -> int:
-        if word not in names:
-            hint = suggestion(word, names)
-            raise UnsupportedAdapter(f"{root}: {word!r} is none of its labels", hint=hint)
+        if names.count(word) != 1:
+            which = "the name of several of its labels" if word in names else "none of its labels"
+            raise UnsupportedAdapter(f"{root}: {word!r} is {which}", hint=suggestion(word, names))
         return names.index(word)
 
     return row_of

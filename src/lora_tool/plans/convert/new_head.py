@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from lora_tool.adapters.view import AdapterView
@@ -68,7 +68,7 @@ class Head(Struct, frozen=True, kw_only=True):
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON data, for the manifest."""
-        return {"asked": self.asked.as_json(), "head": [label.as_json() for label in self.labels]}
+        return {"asked": to_builtins(self.asked), "head": [label.as_json() for label in self.labels]}
 
 
 def head_for(source: AdapterDir | ModelDir, base: ModelDir, view: AdapterView | None, asked: Asked) -> Head:
@@ -85,9 +85,8 @@ def head_for(source: AdapterDir | ModelDir, base: ModelDir, view: AdapterView | 
     if _classifies(base, view):
         layer = score_layer(base, view)
         names = _label_names(base, layer)
-        if not asked.labels and asked.yes is None:
-            asked = replace(asked, labels=tuple(names))
-        labels = labels_asked(asked, label_rows(names, source.root))
+        each = (Label(name=name, terms=((name, at, asked.scale),)) for at, name in enumerate(names))
+        labels = labels_asked(asked, label_rows(names, source.root)) or tuple(each)
         return _made(source, layer, asked, labels, classifier=None)
     found = judge_class(base.whole_config)
     layer = output_layer(base, view)
