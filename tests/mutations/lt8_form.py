@@ -85,7 +85,7 @@ EDITS = {
         options={"servers": ["vllm"], "select": ("LT814",)},
     ),
     "LT813": Edit(CAUSAL, by=plain, options={"servers": ["mlx"]}),
-    **for_servers("LT806", Edit(CAUSAL, config={"use_rslora": False}), "vllm", "sglang"),
+    **for_servers("LT806", Edit(CAUSAL, config={"use_rslora": False}), "vllm@0.27", "sglang"),
     **for_servers("LT807", Edit(CAUSAL, by=plain, config={"use_rslora": True}), "sglang", "llama.cpp"),
     **for_servers(
         "LT808", Edit(CAUSAL, by=plain, config={"init_lora_weights": "pissa_niter_4"}), "vllm", "sglang", "peft"

@@ -16,6 +16,7 @@ from lora_tool import Server, combine, plan_merge, plan_prepare, prepare, valida
 from lora_tool.core.errors import FindingsFound, UnsupportedAdapter
 from lora_tool.core.keys import PREFIX
 from lora_tool.formats.files import read_json
+from tests.checkpoint_edits import fields
 from tests.oracle.peft_merge import load_model, save_adapter, save_base, saved_tensors
 from tests.oracle.test_combine import (
     EMBEDDINGS,
@@ -158,6 +159,8 @@ def test_trained_tokens_are_lora_on_an_embedding_of_any_name(tmp_path: Path) -> 
     base = save_base(tmp_path / "base", "modernbert", "seq-cls", torch.float32)
     lora = {"target_modules": ["Wqkv"], "r": 2, "trainable_token_indices": {"tok_embeddings": [3, 5]}}
     adapter = save_adapter(tmp_path / "adapter", base, "seq-cls", lora)
+    with fields(base, "config.json") as config:
+        config["architectures"] = ["NewForSequenceClassification"]  # vLLM has no LoRA for ModernBERT
     out = prepare(adapter, "vllm", base=base, out=tmp_path / "out").path
     assert {name.rpartition(".")[2] for name in saved_tensors(out) if "tok_embeddings" in name} == {
         "lora_embedding_A",
@@ -340,11 +343,19 @@ def test_a_reward_adapter_and_the_base_that_vllm_needs(tmp_path: Path) -> None:
 def test_fused_experts_keep_their_layout_for_vllm(tmp_path: Path) -> None:
     experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "r": 2, "lora_alpha": 3}
     base, (adapter,) = adapters_of(tmp_path, "mixtral", {"target_modules": ["q_proj"], **experts})
+    with pytest.raises(UnsupportedAdapter, match="which vLLM reads as one tensor for each expert"):
+        plan_prepare(adapter, "vllm")
+    of_unknown_base(adapter)
     out = prepare(adapter, "vllm", out=tmp_path / "out").path
     assert read_json(out / "adapter_config.json")["target_modules"] == ["q_proj"]
     assert farthest(deltas(base, out), deltas(base, adapter)) <= EXACT
     with pytest.raises(UnsupportedAdapter, match="as one tensor for each expert"):
         plan_prepare(adapter, "mlx")
+
+
+def of_unknown_base(adapter: Path) -> None:
+    with fields(adapter) as config:
+        config["base_model_name_or_path"] = "acme/unknown"
 
 
 @pytest.mark.filterwarnings("ignore:The following .* keys did not match")  # PEFT 0.21 looks at modules alone
@@ -353,6 +364,7 @@ def test_all_linear_on_a_mixture_of_experts_has_ranks_of_its_own(tmp_path: Path)
     base, (adapter,) = adapters_of(tmp_path, "mixtral", {"r": 2, "lora_alpha": 3, "target_modules": "all-linear"})
     assert read_json(adapter / "adapter_config.json")["rank_pattern"] == {r".*\.gate_up_proj": 4}
     expected = deltas(base, adapter)
+    of_unknown_base(adapter)
     for server in (Server.PEFT, Server.VLLM):
         out = prepare(adapter, server, out=tmp_path / server.value).path
         assert not verify(out).report.findings
@@ -529,7 +541,7 @@ def test_what_peft_reads_as_it_is_and_many_saved_modules(tmp_path: Path) -> None
     with pytest.raises(UnsupportedAdapter, match="no LoRA layers, and PEFT reads its trained tokens as they are"):
         plan_prepare(tmp_path / "tokens", "peft")
     many = save_adapter(tmp_path / "many", base, "causal-lm", {"target_modules": ["q_proj"], "bias": "all"})
-    with pytest.raises(UnsupportedAdapter, match="`, `.*`, `.*` and 1 more saved whole"):
+    with pytest.raises(UnsupportedAdapter, match=r"trained biases, `.*`, `.*`, `.*` and 3 more"):
         plan_prepare(many, "sglang")
 
 

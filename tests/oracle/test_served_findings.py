@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lora_tool import Server, validate, verify
+from lora_tool import validate, verify
 from lora_tool.core.report import Finding
 from tests.cli.calling import Caller
 from tests.oracle.peft_merge import save_adapter, save_base, saved_tensors
@@ -47,7 +47,8 @@ CASES: list[tuple[str, str, str, Mapping[str, Any]]] = [
     ("LT803", "vllm", "llama", QV | {"r": 20}),
     ("LT803", "vllm", "llama", QV | {"r": 520}),
     ("LT804", "sglang", "llama", TOKENS),
-    ("LT806", "vllm", "llama", PATTERN),
+    ("LT805", "vllm", "llama", QV | {"bias": "all"}),  # of a model without biases
+    ("LT806", "vllm@0.27", "llama", PATTERN),
     ("LT806", "sglang", "llama", PATTERN),
     ("LT806", "mlx", "llama", PATTERN),
     ("LT807", "sglang", "llama", RSLORA),
@@ -56,8 +57,9 @@ CASES: list[tuple[str, str, str, Mapping[str, Any]]] = [
     ("LT808", "sglang", "llama", QV | {"init_lora_weights": "olora"}),
     ("LT809", "sglang", "llama", QV | {"target_modules": r".*\.(q|up)_proj"}),
     ("LT809", "vllm", "mixtral", FUSED),
+    ("LT809", "vllm", "qwen3_moe", FUSED),
     ("LT809", "mlx", "mixtral", FUSED),
-    ("LT806", "vllm", "mixtral", ALL_LINEAR),
+    ("LT806", "vllm@0.27", "mixtral", ALL_LINEAR),
     ("LT809", "vllm", "mixtral", ALL_LINEAR),
     ("LT809", "llama.cpp", "mixtral", ALL_LINEAR),
     ("LT809", "vllm", "mixtral", ROUTER),
@@ -110,7 +112,7 @@ def test_the_command_that_a_finding_names_mends_it(
     base, adapter = made(tmp_path, model_type, lora)
     out = tmp_path / "out"
     places = {"BASE": base, "OUT": out, "EXPERTS": tmp_path / "experts"}
-    found = [each for each in validate(adapter, base=base, servers=[Server(server)]).findings if each.code == code]
+    found = [each for each in validate(adapter, base=base, servers=[server]).findings if each.code == code]
     assert found
     for finding in found:
         assert f"--for {server}" in str(finding.hint)
@@ -120,7 +122,7 @@ def test_the_command_that_a_finding_names_mends_it(
         assert called.code == 0, called.err
     assert not verify(out).report.findings
     if server != "mlx":  # what MLX-LM reads is no adapter of PEFT's any more
-        after = {(each.code, each.severity) for each in validate(out, base=base, servers=[Server(server)]).findings}
+        after = {(each.code, each.severity) for each in validate(out, base=base, servers=[server]).findings}
         # a warning may stay: of a rank above the default, of LoRA on an embedding
         assert not after & {(each.code, each.severity) for each in found}
 
@@ -146,9 +148,10 @@ def test_where_no_command_prepares_it_no_finding_names_one(
     server: str, lora: Mapping[str, Any], way: str, call: Caller, tmp_path: Path
 ) -> None:
     model_type = "gpt_bigcode" if lora is PACKED else "llama"
-    base = save_base(tmp_path / "base", model_type, "causal-lm", torch.float32, tie_word_embeddings=True)
+    biased = {"attention_bias": True} if lora is BIASES else {}
+    base = save_base(tmp_path / "base", model_type, "causal-lm", torch.float32, tie_word_embeddings=True, **biased)
     adapter = save_adapter(tmp_path / "adapter", base, "causal-lm", lora)
-    found = [each for each in validate(adapter, base=base, servers=[Server(server)]).findings if "LT8" in each.code]
+    found = [each for each in validate(adapter, base=base, servers=[server]).findings if "LT8" in each.code]
     assert {each.code for each in found} - {"LT813"}
     assert all("lora-tool prepare" not in str(each.hint) for each in found)
     assert all(f"lora-tool {way}" in str(each.hint) for each in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -10,13 +11,15 @@ import pytest
 
 from lora_tool import prepare, validate, verify
 from lora_tool.checkpoints import AdapterDir, open_checkpoint
-from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.errors import UnsupportedAdapter, WrongValue
 from lora_tool.core.report import Severity
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.plans.algebra.plan_prepare import plan_prepare
 from lora_tool.rules.engine.subjects import Server
-from lora_tool.rules.serving.forms import FORMS
+from lora_tool.rules.serving.forms import FORMS, form_of
 from lora_tool.rules.serving.lt8_scores import serving_rewards
+from lora_tool.rules.serving.named import server_named
+from lora_tool.rules.serving.tables import record_of, table_of
 from lora_tool.rules.serving.together import path_with
 from lora_tool.workflows.written import Written
 from tests import checkpoint_edits as edit
@@ -231,3 +234,103 @@ def test_a_base_without_a_usable_config_is_no_crash(config: str | None, tmp_path
         (base / "config.json").write_text(config)
     adapter = FIXTURES / "causal-llama" / "adapter"
     assert validate(adapter, base=base, servers=list(Server)).subjects
+
+
+@pytest.mark.parametrize(
+    ("ending", "servers", "severity"),
+    [
+        (".weight", ["vllm"], Severity.INFO),
+        (".weight", ["vllm", "peft"], Severity.ERROR),
+        (".weight", ["sglang"], Severity.ERROR),
+        ("", ["vllm"], Severity.ERROR),
+    ],
+)
+def test_names_without_pefts_prefix_are_an_error_where_they_are_not_read(
+    ending: str, servers: list[str], severity: Severity, tmp_path: Path
+) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    plain(folder)
+    edit.renamed(folder, lambda name: name.removeprefix(edit.PREFIX).removesuffix(".weight") + ending)
+    found = judge(folder, servers=servers).findings
+    assert {(each.code, each.severity) for each in found} == {("LT211", severity)}
+
+
+ENDS = edit.lora("model.embed_tokens", rows=16, columns=304) | edit.lora("lm_head", rows=304, columns=16)
+EXPERTS = {
+    name: tensor
+    for projection, rows, columns in (("gate_proj", 24, 16), ("up_proj", 24, 16), ("down_proj", 16, 24))
+    for name, tensor in edit.lora(f"model.layers.0.mlp.experts.0.{projection}", rows=rows, columns=columns).items()
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensors", "found"),
+    [
+        ("LlamaForCausalLM", ENDS, set()),
+        ("Qwen3ForSequenceClassification", ENDS, set()),  # by the class of its language model
+        ("Qwen2ForCausalLM", ENDS, {("LT804", Severity.ERROR)}),
+        ("MistralForCausalLM", ENDS, {("LT804", Severity.ERROR)}),  # not as Llama, whose class it inherits
+        ("Starcoder2ForCausalLM", ENDS, {("LT804", Severity.ERROR)}),  # the embedding, but no output layer
+        ("Gemma3ForConditionalGeneration", ENDS, {("LT804", Severity.WARNING)}),  # as a class inside has it
+        ("NewForCausalLM", ENDS, {("LT804", Severity.WARNING)}),
+        ("GPT2LMHeadModel", {}, {("LT818", Severity.ERROR)}),
+        ("GPTJForCausalLM", ENDS, {("LT818", Severity.ERROR)}),
+        ("FalconForSequenceClassification", {}, {("LT818", Severity.ERROR)}),
+        ("Qwen3MoeForCausalLM", EXPERTS, set()),
+        ("GptOssForCausalLM", EXPERTS, {("LT809", Severity.ERROR)}),
+        ("NewForCausalLM", EXPERTS, set()),
+    ],
+)
+def test_what_vllm_takes_depends_on_its_class_for_the_base(
+    architecture: str, tensors: edit.Tensors, found: set[tuple[str, Severity]], tmp_path: Path
+) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    plain(folder)
+    with edit.tensors(folder) as table:
+        table.update(tensors)
+    with edit.fields(folder) as config:
+        config["target_modules"] += ["embed_tokens", "lm_head", "gate_proj", "up_proj", "down_proj"]
+    base = Path(shutil.copytree(FIXTURES / "causal-llama" / "base", tmp_path / "of"))
+    with edit.fields(base, "config.json") as config:
+        config["architectures"] = [architecture]
+    report = judge(folder, base=base, servers=["vllm"], select=["LT8"])
+    assert {(each.code, each.severity) for each in report.findings} == found
+    assert all("lora-tool prepare" not in str(each.hint) for each in report.findings)
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("vllm", "vLLM"),
+        ("VLLM@0.32", "vLLM 0.32.0"),
+        ("vllm@v0.32.0", "vLLM 0.32.0"),
+        ("vllm@0.27.4", "vLLM 0.27.1"),
+        ("llama.cpp@b99999", "llama.cpp b11549"),
+    ],
+)
+def test_a_version_is_the_nearest_patch_release_below(word: str, name: str) -> None:
+    assert form_of(server_named(word)).name == name
+
+
+@pytest.mark.parametrize(
+    "word", ["vllm@", "vllm@0", "vllm@0.31", "vllm@0.27.0", "vllm@1.32", "vllm@latest", "llama.cpp@b1"]
+)
+def test_a_version_that_is_not_known_is_refused_with_those_that_are(word: str) -> None:
+    with pytest.raises(WrongValue, match=re.escape(record_of(word.partition("@")[0])["version"])):
+        server_named(word)
+
+
+def test_an_older_version_is_judged_by_its_own_table(tmp_path: Path) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    plain(folder)
+    with edit.fields(folder) as config:
+        config["init_lora_weights"] = "olora"
+    (new, old) = (judge(folder, servers=[word]).findings for word in ("vllm", "vllm@0.27"))
+    assert [each.message.partition(" the ")[0] for each in (*new, *old)] == ["vLLM refuses", "vLLM 0.27.1 ignores"]
+    assert "--for vllm@0.27 " in str(old[0].hint)
+
+
+def test_every_version_of_every_table_can_be_read() -> None:
+    for server in Server:
+        for each in table_of(server)["versions"]:
+            assert form_of(f"{server}@{each['version']}").version == each["version"]

@@ -21,7 +21,7 @@ AS_PLAIN_LORA = (
 WITH_PEFT = "merge it with PEFT: PeftModel.from_pretrained(model, adapter).merge_and_unload()"
 OTHER_BASE = "give the model that the adapter was trained on: --base MODEL"
 BIAS_WITHOUT_PLACE = "`lora_bias` on a layer that has no bias: the merged model would have no place for it, and PEFT cannot merge it either"
-UNMERGED = "serve the adapter unmerged: vllm serve --enable-lora, or PeftModel.from_pretrained"
+UNMERGED = "serve the adapter unmerged: PeftModel.from_pretrained(model, adapter)"
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
@@ -107,7 +107,7 @@ def refusals_of_config(view: AdapterView) -> Iterator[Refusal]:
     config = view.config
     if config.peft_type in _AT_RUN_TIME:
         text = f"peft_type {config.peft_type}, which acts while the model runs and has no ΔW to merge"
-        yield Refusal(text=text, hint="serve the adapter unmerged: PeftModel.from_pretrained(model, adapter)")
+        yield Refusal(text=text, hint=UNMERGED)
     elif not config.has_known_type and (config.peft_type or "").upper() == "LORA":
         yield Refusal(
             text=f"peft_type {config.peft_type}", hint='write "peft_type": "LORA", the spelling that PEFT knows'

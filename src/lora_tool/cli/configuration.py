@@ -14,14 +14,14 @@ from msgspec import Struct, field
 
 from lora_tool.cli.options import FolderOrId, Timed, UserPath
 from lora_tool.core.choices import suggestion
-from lora_tool.core.errors import CorruptFile, UnknownRule
+from lora_tool.core.errors import CorruptFile, UnknownRule, WrongValue
 from lora_tool.core.progress import decided
 from lora_tool.core.report.findings import Ignored, Severity
 from lora_tool.core.report.forms import Form
 from lora_tool.formats.fields import Fields
 from lora_tool.formats.files import is_file, read_text
 from lora_tool.rules.engine.registry import expand
-from lora_tool.rules.serving.named import known_servers, server_named
+from lora_tool.rules.serving.named import server_named
 
 if TYPE_CHECKING:
     from lora_tool.verification.validating import Criteria
@@ -152,7 +152,7 @@ def _configuration(path: Path, table: Mapping[str, Any]) -> Configuration:
         select=_codes(fields, "select", fields.listed("select")),
         ignore=_ignored(fields),
         fail_on=fields.choice("fail-on", (Severity.ERROR.value, Severity.WARNING.value)),
-        servers=fields.listed("for", known_servers() if "for" in table else ()),
+        servers=_servers(fields),
         reports=fields.listed("report"),
         strict=fields.optional_boolean("strict"),
         form=fields.choice("format", [form.value for form in Form]),
@@ -160,6 +160,16 @@ def _configuration(path: Path, table: Mapping[str, Any]) -> Configuration:
     )
     fields.require(_Wrong)
     return read
+
+
+def _servers(fields: Fields) -> tuple[str, ...]:
+    words = fields.listed("for")
+    for word in words:
+        try:
+            server_named(word)
+        except WrongValue as error:
+            fields.note("for", f"{error}. Did you mean {error.hint}" if error.hint else str(error))
+    return words
 
 
 def _codes(fields: Fields, name: str, codes: Collection[str]) -> tuple[str, ...]:

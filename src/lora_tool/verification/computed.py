@@ -143,8 +143,8 @@ def _put_beside(factors: Factors, written: Sequence[Factors], manifest: Manifest
 
 def _of_idle(sums: Sequence[Factors], written: Sequence[Factors], manifest: Manifest) -> Iterator[Step]:
     """Yield that ΔW is zero of modules that no input changes, which were written for a server."""
-    server = manifest.raw.get("for")
-    reads = form_of(server).together if server is not None and server in known_servers() else None
+    server = str(manifest.raw.get("for")).partition("@")[0]
+    reads = form_of(server).together if server in known_servers() else None
     beside = beside_which(sums, [each.module for each in written], reads) if reads else {}
     for each in written:
         if each.module in beside:

@@ -20,7 +20,6 @@ from lora_tool.models.ends import head_of
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.options import FLOAT_DTYPE, OUTPUT, ResumableOptions
 from lora_tool.plans.core.plan import Plan
-from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.options import IgnoreOptions
 from lora_tool.rules.serving.named import server_named
 from lora_tool.workflows.caller import LIBRARY, Caller, Done
@@ -57,11 +56,8 @@ def prepare(adapter: Reference, server: str, options: PrepareOptions, caller: Ca
     the adapter.
     """
     server, out = server_named(server), Path(options.out)
-    if options.reward_base is not None and server is not Server.VLLM:
-        raise WrongValue(
-            f"`reward_base=PATH` is only for vLLM: {server} does not serve an adapter's head; merge the adapter "
-            "instead: lora-tool merge --rm ADAPTER"
-        )
+    if options.reward_base is not None:
+        _require_heads(server)
     head_out = None if options.reward_base is None else Path(options.reward_base)
     for folder in (out, head_out):
         if folder is not None:
@@ -88,6 +84,17 @@ def prepare(adapter: Reference, server: str, options: PrepareOptions, caller: Ca
     if head_plan is not None and head_out is not None:
         carry_out(head_plan, head_out, options, caller)
     return done
+
+
+def _require_heads(server: str) -> None:
+    from lora_tool.rules.serving.forms import form_of  # what a form needs is slow to import
+
+    form = form_of(server)
+    if form.whole or not form.heads:
+        raise WrongValue(
+            f"`reward_base=PATH` is only for vLLM: {form.name} does not serve an adapter's head; merge the adapter "
+            "instead: lora-tool merge --rm ADAPTER"
+        )
 
 
 def _spool(out: Path, stack: contextlib.ExitStack) -> Spool:

@@ -94,7 +94,7 @@ class Written(Shown, Struct, frozen=True, kw_only=True):
 
         form, path = form_of(server), shlex.quote(str(self.path))
         towers = f" {form.towers}" if any(is_outside(step.out.name) for step in self.plan.steps) else ""
-        rank = self.plan.manifest["served_rank"]
+        rank = form.rank_option(self.plan.manifest["served_rank"] or 0)
         return form.start.format(name=f"name={path}", path=path, rank=rank, towers=towers) or None
 
     def to_json(self) -> dict[str, Any]:

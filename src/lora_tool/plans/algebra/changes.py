@@ -9,6 +9,7 @@ from msgspec import Struct, field
 
 from lora_tool.adapters.view import AdapterView, LoraLayer
 from lora_tool.checkpoints import ModelDir
+from lora_tool.core.display import named
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import Part
 from lora_tool.core.tensors import FileStamp, StoredTensor, TensorAction
@@ -27,7 +28,7 @@ from lora_tool.plans.algebra.ranks import ModuleRank
 from lora_tool.plans.algebra.spool import OpenSpool, Spool
 from lora_tool.plans.algebra.terms import Factors, factors_of_sum
 from lora_tool.plans.core.steps import InputRecord
-from lora_tool.rules.serving.forms import ServingForm
+from lora_tool.rules.serving.forms import ServingForm, refused_ends
 
 
 class Changes(Struct, frozen=True, kw_only=True):
@@ -102,6 +103,11 @@ def changes_of(
     changed = [each for each in rows if each.places]
     if base is not None and changed and is_tied(base):
         _require_both_ends(changed[0], view, form, base)
+    if base is not None and (refused := refused_ends([each.module for each in changed], form, base)):
+        raise UnsupportedAdapter(
+            f"the values of {named(refused)} differ from {base.root}'s, and {form.name} takes no LoRA on that of such a model",
+            hint=f"merge it and serve the merged model: lora-tool merge {shlex.quote(str(view.adapter.root))}",
+        )
     sums += [factors_of_rows(each, computing.spool()) for each in changed]
     return Changes(
         sums=tuple(sums),

@@ -43,6 +43,7 @@ from lora_tool.rules.judging import MergeJudge
 from lora_tool.rules.serving.forms import (
     ServingForm,
     alone_text,
+    class_in_the_way,
     experts_in_the_way,
     form_of,
     in_the_way,
@@ -99,6 +100,7 @@ def plan_prepare(
     # MLX-LM's config has module paths, too
     sums = tuple(replace(each, module=names.path(each.module)) for each in changes.sums) if form.mlx else changes.sums
     served = served_factors(view, form, sums, max_rank=max_rank, approximate=approximate)
+    _require_rank(view, form, served, model)
     lowered = bool(served.turned.matrices)
     out = kind or (DType.F32 if layout else exact_type(served.sums, turned=lowered))
     whole = whole_tensors((view,))
@@ -162,8 +164,8 @@ def _require_form(
     config, root, form = view.config, shlex.quote(str(view.adapter.root)), form_of(server)
     require_known(view)
     of_form = in_the_way(view, form, based=base is not None, approximate=approximate)
-    of_base = (*not_applied(view, form, judged), *names_in_the_way(view, form, judged))
-    found = [*of_form, *stacks_in_the_way(view, form, base), *of_base]
+    of_base = (found(view, form, judged) for found in (class_in_the_way, not_applied, names_in_the_way))
+    found = [*of_form, *stacks_in_the_way(view, form, base), *(each for some in of_base for each in some)]
     if base is None:
         found += experts_in_the_way(view, form, judged)
     if found:
@@ -179,6 +181,18 @@ def _require_form(
     if not view.layers and (form.whole or not view.tokens):
         why = f", and {form.name} reads its trained tokens as they are" if view.tokens else ""
         raise UnsupportedAdapter(f"{view.adapter.root} has no LoRA layers{why}: there is nothing to prepare")
+
+
+def _require_rank(view: AdapterView, form: ServingForm, served: ServedFactors, base: ModelDir | None) -> None:
+    """Raise `UnsupportedAdapter` where no option of the server allows the rank."""
+    if form.ranks and served.largest > form.ranks[-1]:
+        root, most = shlex.quote(str(view.adapter.root)), form.ranks[-1]
+        given = "" if base is None else f" --base {shlex.quote(str(base.root))}"
+        highest = max(served.ranks, key=served.ranks.__getitem__)
+        raise UnsupportedAdapter(
+            f"{view.config.path}: `{highest}` has rank {served.largest}, but {form.name} takes ranks up to {most}",
+            hint=f"lora-tool prepare {root} --for {form.word}{given} --max-rank {most} --approximate -o OUT",
+        )
 
 
 def _config(
@@ -212,6 +226,7 @@ def _served(config: SideFile, view: AdapterView, served: ServedFactors, targets:
     experts = [name for name in parameters if any(f".{path}".endswith(f".{name}") for path in paths)]
     heads = [name for name in view.config.modules_to_save if view.saved and head_of(name) in PEFT_CLASSIFIERS]
     raw |= {
+        "bias": "none",
         "r": served.one_rank,
         "lora_alpha": served.alpha,
         "rank_pattern": {},

@@ -372,10 +372,8 @@ class AdapterSubject(LoraSubject, frozen=True, kw_only=True, eq=False):
     @property
     def text_class(self) -> TextClass | None:
         """The text class of a multimodal base that it was trained on; None of any other base, and without one."""
-        if self.base is None or self.base.config is None:
-            return None
-        modules = (layer.target for layer in self.layers)
-        return text_class_of(self.base.config.model_type or "", self.base.tensors, modules)
+        config, modules = self.base and self.base.config, (layer.target for layer in self.layers)
+        return text_class_of(config.model_type or "", self.base.tensors, modules) if self.base and config else None
 
     @property
     def why_no_match(self) -> str | None:

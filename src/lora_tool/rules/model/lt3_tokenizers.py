@@ -88,7 +88,8 @@ def no_tokenizer(subject: Subject) -> Iterator[Fault]:
     names = [*folder.files, *(listed(folder.root.absolute().parent) if folder.is_numbered else ())]
     if isinstance(subject, AdapterSubject):
         names += base.folder.files if base is not None else ()
-        config, of_run = base and base.config, folder.is_numbered or not TRAINING_FILES.isdisjoint(names)
+        config = None if base is None else base.config
+        of_run = folder.is_numbered or not TRAINING_FILES.isdisjoint(names)
         expected = of_run and subject.config.task_type in ("CAUSAL_LM", "SEQ_CLS")
     else:
         config = subject.checkpoint.config

@@ -14,12 +14,13 @@ from lora_tool.adapters.view import AdapterView
 from lora_tool.checkpoints import ModelDir
 from lora_tool.core.display import named
 from lora_tool.core.doors import SERVERS, entry_points, load
-from lora_tool.core.keys import Part, split_layer
+from lora_tool.core.keys import Part, is_under, split_layer
 from lora_tool.formats.adapter_config import INITS_RECOMPUTED, ExpertLayout
 from lora_tool.models.ends import MATRIX, PEFT_CLASSIFIERS, head_of, is_end, is_tied
 from lora_tool.models.gguf_names import NAMES
 from lora_tool.rules.engine.subjects import Server
-from lora_tool.rules.serving.tables import table_of
+from lora_tool.rules.serving.classes import ModelClasses
+from lora_tool.rules.serving.tables import known_version, record_of, table_of
 from lora_tool.rules.serving.together import (
     ReadTogether,
     hides_experts,
@@ -61,6 +62,8 @@ class ServingForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Whether it computes DoRA with the magnitudes of the adapter."""
     fused: bool = False
     """Whether it reads LoRA on fused experts as PEFT packs it."""
+    some_models: bool = False
+    """Whether LoRA on ends and on parameters depends on the model."""
     experts: bool = False
     """Whether it reads LoRA on experts one by one."""
     whole_models: bool = False
@@ -70,7 +73,7 @@ class ServingForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     regex: bool = True
     """Whether `target_modules` may be a regular expression."""
     fields: Mapping[str, str] = {}
-    """Fields of adapter_config.json with what it does not apply → what it does with them, as a verb."""
+    """Fields of adapter_config.json with what it does not apply → its reaction, a verb: "refuses" where the field is enough."""
     together: ReadTogether | None = None
     """The modules whose LoRA it reads only together."""
     gguf: bool = False
@@ -87,6 +90,12 @@ class ServingForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Model type, or "" for any → part of a module's path in transformers 5 → what the server has there, None where it
     applies no LoRA; see `path_with`.
     """
+    adapter_names: bool = True
+    """Whether it reads names of tensors with the name of the adapter, `lora_A.default.weight`."""
+    bare_names: bool = False
+    """Whether it reads names of tensors without `base_model.model.`."""
+    classes: ModelClasses | None = None
+    """The models that it knows, where what it takes depends on them."""
     start: str = ""
     """What is typed to serve an adapter, with places for {name}, "name=path", {path}, {rank} and {towers}."""
 
@@ -99,11 +108,16 @@ class ServingForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """Return whether it calls one of the modules otherwise, in a model of some type."""
         return any(path_with(each, names) not in (each, None) for names in self.modules.values() for each in modules)
 
+    def rank_option(self, rank: int) -> int:
+        """Return the lowest rank that it can be started with and that takes an adapter of this one."""
+        return next((each for each in self.ranks if each >= rank), rank)
+
 
 def _newest(server: Server) -> ServingForm:
     """Return what the newest version of a built-in server takes."""
-    table = table_of(server)
-    return convert({"name": table["name"], "server": server, "word": server} | table["versions"][0], ServingForm)
+    return convert(
+        {"name": table_of(server)["name"], "server": server, "word": server} | record_of(server), ServingForm
+    )
 
 
 FORMS: Mapping[Server, ServingForm] = {server: _newest(server) for server in Server}
@@ -120,8 +134,19 @@ class AddedServer(Struct, frozen=True, kw_only=True):
 
 
 def form_of(server: str) -> ServingForm:
-    """Return what a server takes of this name. Raises `KeyError` for one that `server_named` does not know."""
-    return FORMS[Server(server)] if server in FORMS else load(entry_points(SERVERS)[server], AddedServer).form
+    """Return what a server takes, by a word as `server_named` returns it; its `name` has the version if the word does.
+
+    Raises `KeyError` for one that `server_named` does not know.
+    """
+    name, at, version = server.partition("@")
+    if name not in FORMS:
+        return load(entry_points(SERVERS)[name], AddedServer).form
+    newest = FORMS[Server(name)]
+    if not at:
+        return newest
+    known = known_version(name, version)
+    more = {"name": f"{newest.name} {known}", "server": name, "word": server}
+    return convert(record_of(name, known) | more, ServingForm)
 
 
 WITH_BASE = "--base MODEL"
@@ -170,19 +195,17 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
     config = view.config
     if config.lora_bias:
         yield Obstacle(text=f"`lora_bias`: {form.name} has no place for LoRA's change of biases")
-    if config.bias != "none":
-        yield Obstacle(text=f'`bias` "{config.bias}": {form.name} has no place for trained biases')
+    biases = trained_biases(view)
+    if biases:
+        text = f'`bias` "{config.bias}": {form.name} has no place for trained biases, {named(biases, 3)}'
+        yield Obstacle(text=text)
     if view.tokens or config.token_indices:
         text = f"single trained tokens, which {form.name} only takes as LoRA on the embedding"
         yield Obstacle(text=text, options=(WITH_BASE,))
     if not form.fused and fused_experts(view):
-        root = shlex.quote(str(view.adapter.root))
-        one_by_one = f"lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS"
-        yield Obstacle(
-            text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert",
-            hint=f"write the experts one by one first: {one_by_one}" if form.experts else None,
-        )
-    saved = sorted({item.module for item in view.parts(Part.PLAIN, Part.SAVED_MODULE)})
+        yield _one_by_one(view, form)
+    of_biases = {name.removesuffix(".bias") for name in biases}
+    saved = sorted({item.module for item in view.parts(Part.PLAIN, Part.SAVED_MODULE)} - of_biases)
     whole = [module for module in saved if not (form.heads and head_of(module) in PEFT_CLASSIFIERS)]
     for modules, options in (
         ([module for module in whole if is_end(module)], (WITH_BASE,)),
@@ -191,6 +214,61 @@ def _no_place(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
         if modules:
             text = f"{named(modules, 3)} saved whole, which {form.name} does not load with an adapter"
             yield Obstacle(text=text, options=options)
+
+
+def trained_biases(view: AdapterView) -> list[str]:
+    """Return the biases that were trained with `bias`; those of modules that were saved whole are no such."""
+    whole = frozenset(map(str, view.config.modules_to_save))
+    names = view.saved if view.config.bias != "none" else ()
+    return [name for name in names if name.endswith(".bias") and not is_under(name.removesuffix(".bias"), whole)]
+
+
+def _one_by_one(view: AdapterView, form: ServingForm, base: ModelDir | None = None) -> Obstacle:
+    root = shlex.quote(str(view.adapter.root))
+    there = "BASE" if base is None else shlex.quote(str(base.root))
+    command = f"lora-tool convert {root} --to peft-experts --base {there} -o EXPERTS"
+    return Obstacle(
+        text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert",
+        hint=f"write the experts one by one first: {command}" if form.experts else None,
+    )
+
+
+def class_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | None) -> Iterator[Obstacle]:
+    """Yield what the server's class for the base does not take."""
+    classes = form.classes
+    if classes is None:
+        return
+    if lacking_lora := classes.without_lora(base):
+        yield Obstacle(text=f"any LoRA on a {lacking_lora}, a class that it loads no adapter for")
+        return
+    if ends := refused_ends([layer.target for layer in view.layers], form, base):
+        yield Obstacle(text=f"LoRA on {named(ends)}, which its {classes.of(base)} does not take")
+    stacks = classes.takes_stacks(base)
+    if stacks is False and form.fused and fused_experts(view):
+        yield _one_by_one(view, form, base)
+    if single := refused_singles(view, form, base):
+        text = f"LoRA on single experts, {named(single, 3)}, for its {classes.of(base)} reads only fused ones"
+        yield Obstacle(text=text, hint=to_fused(view))
+
+
+def refused_singles(view: AdapterView, form: ServingForm, base: ModelDir | None) -> list[str]:
+    """Return the matrices of single experts, where the server's class for the base reads only LoRA on fused experts."""
+    if form.classes is None or not form.classes.takes_stacks(base):
+        return []
+    return [layer.target for layer in view.layers if EXPERT.fullmatch(layer.target)]
+
+
+def to_fused(view: AdapterView) -> str:
+    """Return the command that makes LoRA on fused experts of that on single ones."""
+    root = shlex.quote(str(view.adapter.root))
+    return f"put the experts together first: lora-tool convert {root} --to peft-fused -o EXPERTS"
+
+
+def refused_ends(modules: Iterable[str], form: ServingForm, base: ModelDir | None) -> list[str]:
+    """Return the embeddings and output layers among modules that the server's class for the base takes no LoRA on."""
+    if form.classes is None:
+        return []
+    return [each for each in modules if is_end(each) and form.classes.takes_end(base, each) is False]
 
 
 def _no_layers(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:

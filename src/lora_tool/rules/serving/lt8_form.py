@@ -14,7 +14,15 @@ from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_T
 from lora_tool.models.ends import MATRIX
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.forms import WITH_BASE, ServingForm, alone_text, experts_in_the_way, stacks_in_the_way
+from lora_tool.rules.serving.forms import (
+    WITH_BASE,
+    ServingForm,
+    alone_text,
+    experts_in_the_way,
+    refused_singles,
+    stacks_in_the_way,
+    to_fused,
+)
 from lora_tool.rules.serving.servers import (
     NEEDS,
     WHOLE,
@@ -59,7 +67,7 @@ def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
             hint = prepared(subject, form, f"--max-rank {largest}", "--approximate")
             yield fault(subject, "r", message, severity=Severity.ERROR, hint=hint)
         elif rank > default:
-            needed = next(known for known in form.ranks if known >= rank)
+            needed = form.rank_option(rank)
             name = shlex.quote(f"{subject.checkpoint.root.name}={subject.checkpoint.root}")
             lower = command(subject, form, f"--max-rank {default}", "--approximate")
             towers = f" {form.towers}" if outside_language(subject.layers) else ""
@@ -73,9 +81,9 @@ def served_rank(subject: AdapterSubject) -> Iterator[Fault]:
 def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
     """Ranks or alphas per module, which servers refuse or ignore.
 
-    What it does: Looks for entries of `rank_pattern` and `alpha_pattern` that differ from `r` and `lora_alpha`. SGLang
-    up to 0.5.23, and vLLM before autumn 2026, scale every module by the same lora_alpha / r; SGLang's main branch
-    refuses them. llama.cpp ignores `alpha_pattern`, and MLX-LM has one rank and one scale. PEFT stacks LoRA on single
+    What it does: Looks for entries of `rank_pattern` and `alpha_pattern` that differ from `r` and `lora_alpha`. SGLang,
+    and older versions of vLLM (`--for vllm@0.27`), scale every module by the same lora_alpha / r. llama.cpp ignores
+    `alpha_pattern`, and MLX-LM has one rank and one scale. PEFT stacks LoRA on single
     experts for the models of transformers 5, with `r` and `lora_alpha` for all: with patterns or rsLoRA, gate and up get
     another scaling than they were trained with.
     Why it matters: With wrong scalings the server silently runs a different model from the trained one.
@@ -97,18 +105,9 @@ def served_patterns(subject: AdapterSubject) -> Iterator[Fault]:
             message = f"{form.name} with transformers 5 {otherwise}"
             yield fault(subject, None, message, severity=severity, hint=hint)
     for form in asked(subject):
-        for name in (name for name, there in differ.items() if there):
-            hint = prepared(subject, form)
-            if form.server is Server.SGLANG:
-                yield fault(
-                    subject, name, f"SGLang up to 0.5.23 ignores `{name}`, and its main branch refuses it", hint=hint
-                )
-            elif form.server is Server.VLLM:
-                message = f"vLLM before autumn 2026 ignores `{name}` and scales every module alike"
-                yield fault(subject, name, message, severity=Severity.WARNING, hint=hint)
-            elif name in form.fields:
-                message = f"{form.name} ignores `{name}` and scales every module alike"
-                yield fault(subject, name, message, hint=hint)
+        for name in (name for name, there in differ.items() if there and name in form.fields):
+            message = f"{form.name} {form.fields[name]} `{name}` and scales every module alike"
+            yield fault(subject, name, message, hint=prepared(subject, form))
 
 
 @rule("LT807", Severity.ERROR, on=AdapterSubject, needs=NEEDS)
@@ -133,7 +132,7 @@ def served_init(subject: AdapterSubject) -> Iterator[Fault]:
     """An initialisation that changed the base.
 
     What it does: Looks at `init_lora_weights` for PiSSA, OLoRA, CorDA, LoftQ and other initialisations that changed the
-    base's weights before training. vLLM refuses them (older releases ignore them), SGLang ignores them. PEFT repeats
+    base's weights before training. vLLM refuses them (older versions ignore them), SGLang ignores them. PEFT repeats
     them on every load; those with `niter` give random results each time, CorDA does not load, and LoRA-GA is loaded
     onto the unchanged base.
     Why it matters: The adapter was trained on the changed base. The original base still holds the part that the
@@ -193,22 +192,34 @@ def served_targets(subject: AdapterSubject) -> Iterator[Fault]:
             )
             yield fault(subject, "fan_in_fan_out", message, hint=prepared(subject, form))
         if config.target_parameters:
-            some = form.server in (Server.VLLM, Server.SGLANG)
-            what = _parameters(subject)
-            how = f"supports {what} only for some models" if some else f"does not read {what} as PEFT saves it"
-            severity = Severity.WARNING if some else None
-            hint = prepared(subject, form, each_expert=True)
-            yield fault(subject, "target_parameters", f"{form.name} {how}", severity=severity, hint=hint)
+            yield from _served_parameters(subject, form)
+        if single := refused_singles(subject.view, form, subject.base):
+            yield fault(
+                subject,
+                single[0],
+                f"{form.name} reads LoRA on the experts of such a base only as PEFT packs it, not on single ones: {named(single, 3)}",
+                hint=to_fused(subject.view),
+            )
 
 
-def _parameters(subject: AdapterSubject) -> str:
-    """Return the kind of parameters with LoRA, for a message: fused experts, or one parameter such as a router."""
+def _served_parameters(subject: AdapterSubject, form: ServingForm) -> Iterator[Fault]:
+    """Yield the fault of LoRA on fused experts, or on one parameter such as a router, if it has one for the server."""
     try:
         fused = bool(fused_experts(subject.view))
     except UnsupportedAdapter:
         fused = True
     names = subject.config.target_parameters or ()
-    return "LoRA on fused experts" if fused else f"LoRA on the parameter `{names[0]}`"
+    what = "LoRA on fused experts" if fused else f"LoRA on the parameter `{names[0]}`"
+    stacks = None if form.classes is None or not fused else form.classes.takes_stacks(subject.base)
+    if stacks:
+        return
+    if form.classes is not None and form.classes.without_lora(subject.base):
+        return
+    unsure = form.some_models and stacks is None
+    how = f"supports {what} only for some models" if unsure else f"does not read {what} as PEFT saves it"
+    severity = Severity.WARNING if unsure else None
+    hint = prepared(subject, form, each_expert=True)
+    yield fault(subject, "target_parameters", f"{form.name} {how}", severity=severity, hint=hint)
 
 
 @rule("LT810", Severity.ERROR, on=AdapterSubject, needs=NEEDS)
@@ -224,7 +235,7 @@ def served_features(subject: AdapterSubject) -> Iterator[Fault]:
     hint = "serve it with PEFT: PeftModel.from_pretrained(base, ADAPTER)"
     for form in asked(subject):
         for name in subject.config.refused:
-            yield fault(subject, name, f"{form.name} does not support `{name}`", hint=hint)
+            yield fault(subject, name, f"{form.name} {form.fields[name]} `{name}`", hint=hint)
 
 
 @rule("LT812", Severity.ERROR, on=AdapterSubject, needs=WHOLE | {Need.NAMES})

@@ -12,20 +12,23 @@ from collections.abc import Iterator
 from lora_tool.adapters.fused_experts import fused_experts
 from lora_tool.adapters.support import UNMERGED
 from lora_tool.core.errors import UnsupportedAdapter
+from lora_tool.core.keys import Part
 from lora_tool.core.report import Severity
 from lora_tool.rules.adapter.lt2_config import bias_without_place, refusals_of
 from lora_tool.rules.adapter.lt3_head import head_weight, saved_heads
 from lora_tool.rules.engine.registry import Fault, Need
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
 from lora_tool.rules.serving.forms import (
-    FORMS,
     WITH_BASE,
     ServingForm,
+    class_in_the_way,
     experts_in_the_way,
+    form_of,
     has_usual_names,
     in_the_way,
     names_in_the_way,
     not_applied,
+    refused_ends,
     stacks_in_the_way,
     tied_in_the_way,
 )
@@ -33,7 +36,7 @@ from lora_tool.rules.serving.forms import (
 NEEDS = frozenset({Need.CONFIG, Need.SERVER})
 WHOLE = NEEDS | {Need.WEIGHTS}
 
-_OF_BASE = (tied_in_the_way, stacks_in_the_way, experts_in_the_way, not_applied, names_in_the_way)
+_OF_BASE = (tied_in_the_way, stacks_in_the_way, experts_in_the_way, class_in_the_way, not_applied, names_in_the_way)
 _NEAREST = "--approximate"
 _LOWER = "--max-rank"
 
@@ -53,12 +56,17 @@ def fault(
 
 def asked(subject: AdapterSubject) -> Iterator[ServingForm]:
     """Yield what each built-in server takes that the user named, but for PEFT."""
-    return (form for server, form in FORMS.items() if server in subject.servers and server is not Server.PEFT)
+    return (form for form in _asked(subject) if form.server is not Server.PEFT)
 
 
 def asked_for_peft(subject: AdapterSubject) -> Iterator[ServingForm]:
     """Yield what PEFT takes, if the user named it."""
-    return (form for server, form in FORMS.items() if server in subject.servers and server is Server.PEFT)
+    return (form for form in _asked(subject) if form.server is Server.PEFT)
+
+
+def _asked(subject: AdapterSubject) -> Iterator[ServingForm]:
+    for server in Server:
+        yield from (form_of(word) for word in sorted(subject.servers) if word.partition("@")[0] == server)
 
 
 def merged(subject: AdapterSubject) -> str:
@@ -98,6 +106,9 @@ def command(subject: AdapterSubject, form: ServingForm, *options: str, each_expe
     view = subject.view
     try:
         of_base = (each for found in _OF_BASE for each in found(view, form, subject.base))
+        rows = [*view.tokens, *(item.module for item in view.parts(Part.PLAIN, Part.SAVED_MODULE))]
+        if refused_ends(rows, form, subject.base):
+            return None
         ways = [*in_the_way(view, form, based=False, approximate=False), *of_base]
         fused = bool(fused_experts(view))
     except UnsupportedAdapter:
@@ -109,7 +120,8 @@ def command(subject: AdapterSubject, form: ServingForm, *options: str, each_expe
         needed[WITH_BASE] = None
     asked_for = " ".join(dict.fromkeys((*options, *needed))).replace(WITH_BASE, "--base BASE")
     more = asked_for and f" {asked_for}"
-    if fused and ((each_expert and not form.gguf) or not form.fused or _LOWER in asked_for):
+    stacks = form.fused and (form.classes is None or form.classes.takes_stacks(subject.base) is not False)
+    if fused and ((each_expert and not form.gguf) or not stacks or _LOWER in asked_for):
         first = f"lora-tool convert {root} --to peft-experts --base BASE -o EXPERTS"
         return f"{first}, then lora-tool prepare EXPERTS --for {server}{more} -o OUT"
     return f"lora-tool prepare {root} --for {server}{more} -o OUT"
