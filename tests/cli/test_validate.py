@@ -208,7 +208,7 @@ def test_configuration_ignores_with_a_reason(call: Caller, project: Path, name: 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_the_command_line_wins_over_the_configuration(call: Caller, project: Path, name: str) -> None:
-    configure(project, name, 'select = ["LT2"]\nformat = "json"\nreport = "junit=out/report.xml"\nfor = "vllm"\n')
+    configure(project, name, 'select = ["LT2"]\nformat = "json"\nreport = "junit=out/report.xml"\nfor = "vllm@0.32"\n')
     assert call("validate", "reward/adapter").json["findings"] == []
     assert (project / "out" / "report.xml").is_file()
     called = call("validate", "reward/adapter", "--select", "LT101", "--format", "text", "--report=json=mine.json")
@@ -235,6 +235,7 @@ def test_configuration_is_found_above_and_reports_lie_beside_it(
         ("fail-on = 'info'", "none of error, warning"),
         ("fail-on = 3", "`fail-on`: expected string, found 3"),
         ("for = ['vlm']", "Did you mean 'vllm'?"),
+        ("for = 'vllm@0.1'", "expected one of 0.32.0"),
         ("ignore = {LT101 = ''}", "expected reason"),
         ("ignore = {LT1011 = 'x'}", "Did you mean LT1"),
         ("select = ['LT9']", "There is no rule"),

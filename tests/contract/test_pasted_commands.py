@@ -20,7 +20,7 @@ _NO_PATHS = {
     "listed",  # the beginning of a code
     "method",
     "method.name",
-    "server.value",
+    "form.word",
     "options",
     "option",
     "more",

@@ -94,7 +94,7 @@ def test_every_option_that_is_shown_exists(page: str) -> None:
         name, *words = line.partition("  #")[0].split()[1:]
         if name not in ("train", "guard"):  # which hand options on to TRL
             assert {word for word in words if word.startswith("-")} <= options(name), line
-    named = set(re.findall(r"`(--[a-z][a-z-]*)", text)) - {"--max-lora-rank"}  # vLLM's
+    named = set(re.findall(r"`(--[a-z][a-z-]*)", text)) - {"--max-lora-rank", "--pooler-config"}  # vLLM's
     assert named <= {"--help"}.union(*map(options, all_commands()))
 
 

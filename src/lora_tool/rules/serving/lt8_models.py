@@ -56,6 +56,6 @@ def served_version(subject: AdapterSubject) -> Iterator[Fault]:
     for form in asked(subject):
         version = form.word.partition("@")[2]
         if version and not is_exactly(version, form.version):
-            root = shlex.quote(str(subject.checkpoint.root))
+            root, exact = shlex.quote(str(subject.checkpoint.root)), shlex.quote(f"{form.server}@{form.version}")
             message = f"{version} is not known to lora-tool, which judges the adapter for {form.name}"
-            yield fault(subject, None, message, hint=f"lora-tool validate {root} --for {form.server}@{form.version}")
+            yield fault(subject, None, message, hint=f"lora-tool validate {root} --for {exact}")
