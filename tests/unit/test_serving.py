@@ -334,3 +334,15 @@ def test_every_version_of_every_table_can_be_read() -> None:
     for server in Server:
         for each in table_of(server)["versions"]:
             assert form_of(f"{server}@{each['version']}").version == each["version"]
+
+
+@pytest.mark.parametrize(("server", "found"), [("vllm", set()), ("vllm@0.27", set()), ("sglang", {"LT801"})])
+def test_lora_on_a_head_is_taken_by_vllm(server: str, found: set[str], tmp_path: Path) -> None:
+    folder = copy_of(REWARD, tmp_path)
+    with edit.tensors(folder) as table:
+        for name in [name for name in table if "score" in name]:
+            del table[name]
+        table.update(edit.lora("score", rows=1, columns=16))
+    with edit.fields(folder) as config:
+        config |= {"modules_to_save": None, "target_modules": [*config["target_modules"], "score"]}
+    assert codes(judge(folder, servers=[server], select=["LT801"])) == found

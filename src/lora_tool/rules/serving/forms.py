@@ -56,6 +56,8 @@ class ServingForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The highest rank of an adapter where it is started without; 0 if any is taken."""
     heads: bool = False
     """Whether it takes heads of classifiers that were saved whole."""
+    lora_on_heads: bool = False
+    """Whether it takes LoRA on the head of a classifier; one that takes saved heads does."""
     whole: bool = False
     """Whether it takes all modules that were saved whole."""
     dora: bool = False
@@ -280,7 +282,7 @@ def _no_layers(view: AdapterView, form: ServingForm) -> Iterator[Obstacle]:
         if unpaired := lacking(modules, form.together):
             yield Obstacle(text=f"{alone_text(unpaired)}, which {form.name} reads only together", options=(WITH_BASE,))
     heads = sorted({layer.target for layer in view.layers if head_of(layer.target)})
-    if heads and not form.heads:
+    if heads and not (form.heads or form.lora_on_heads):
         yield Obstacle(text=f"LoRA on {named(heads, 3)}, a head that {form.name} does not have")
     outside = outside_language(view.layers)
     if form.language_alone and outside:

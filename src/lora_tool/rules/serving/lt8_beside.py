@@ -34,7 +34,7 @@ def served_saved_modules(subject: AdapterSubject) -> Iterator[Fault]:
     """
     heads = sorted({layer.target for layer in subject.layers if head_of(layer.target)})
     for form in asked(subject) if heads else ():
-        if not form.heads:
+        if not (form.heads or form.lora_on_heads):
             yield fault(subject, heads[0], f"{form.name} has no head for the LoRA on it", hint=merged(subject))
     biases = {name.removesuffix(".bias") for name in trained_biases(subject.view)}  # LT805's
     saved = {item.module for item in subject.view.parts(Part.PLAIN)} - biases | set(subject.config.modules_to_save)
