@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,15 @@ _RUN_A_MODEL = ("[LT620]", "[LT625]", "[LT824]")
 
 def _is_fast(path: Path) -> bool:
     return path.parent.name in ("unit", "property") and not _SLOW_IMPORT.search(path.read_text())
+
+
+@pytest.fixture
+def typed_hints(tmp_path: Path) -> Iterator[None]:
+    """Type what the hints of the errors say that a test raises."""
+    from tests.typed import hints_typed  # the command line, only where it is asked for
+
+    with hints_typed(tmp_path):
+        yield
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -1,4 +1,4 @@
-"""The names of an adapter's tensors, and the modules that its config names."""
+"""The names of an adapter's tensors, and what its files hold besides."""
 
 from __future__ import annotations
 
@@ -26,17 +26,7 @@ def _raw_beside_saved(folder: Path) -> None:
         table |= {name.replace(".weight", ".default.weight"): tensor for name, tensor in table.items()}
 
 
-@breaks("LT505", CAUSAL, with_base=True)
-def _layer_lost(folder: Path) -> None:
-    with tensors(folder) as table:
-        for name in [name for name in table if "layers.1.mlp.down_proj" in name]:
-            del table[name]
-
-
 EDITS = {
-    "LT505 output layer": Edit(
-        CAUSAL, target="lm_head", tensors={"{PREFIX}lm_head.base_layer.weight": raw(304, 16)}, with_base=True
-    ),
     "LT213": Edit(REWARD, copied={"{PREFIX}score.original_module.weight": "{SCORE}"}),
     "LT213 both copies": Edit(
         REWARD,
@@ -58,18 +48,5 @@ EDITS = {
     "LT213 base layers": Edit(CAUSAL, tensors={"{Q_PROJ}.base_layer.weight": raw(16, 16)}),
     "LT222": Edit(CAUSAL, written={"non_lora_trainables.bin": "PK"}),
     "LT222 value head": Edit(CAUSAL, written={"pytorch_model.bin": "PK"}),
-    "LT205": Edit(CAUSAL, target="c_attn"),
-    "LT205 saved": Edit(CAUSAL, config={"modules_to_save": ["up_proj"]}, with_base=True),
-    "LT205 saved inside": Edit(
-        CAUSAL,
-        config={"modules_to_save": ["vision", "merger"]},
-        tensors={"{PREFIX}model.vision.merger.weight": raw(32, 16)},
-    ),
-    "LT505 saved in part": Edit(
-        CAUSAL,
-        config={"modules_to_save": ["input_layernorm"]},
-        tensors={"{PREFIX}model.layers.0.input_layernorm.weight": raw(16)},
-        with_base=True,
-    ),
 }
 enter(__name__, EDITS)

@@ -20,6 +20,7 @@ from lora_tool.plans.algebra.plan_combine import plan_combine, plan_resize
 from tests.oracle.peft_merge import load_model, save_adapter, save_base, saved_tensors
 from tests.oracle.tiny import Task
 
+pytestmark = pytest.mark.usefixtures("typed_hints")
 Deltas = dict[str, torch.Tensor]
 
 EXACT = 2e-7

@@ -24,6 +24,7 @@ from tests.oracle.test_combine import EXACT, adapters_of, deltas, farthest
 from tests.oracle.test_quantised_bases import is_experts
 from tests.typed import commands_in, type_it
 
+pytestmark = pytest.mark.usefixtures("typed_hints")
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FUSED: dict[str, Any] = {"target_modules": ["q_proj"], "target_parameters": PARAMETERS, "r": 2, "lora_alpha": 3}
 Table = dict[str, torch.Tensor]

@@ -27,6 +27,7 @@ from tests.oracle.peft_merge import different, load_model, save_adapter, save_ba
 from tests.oracle.test_combine import ALL, QV, deltas
 from tests.oracle.tiny import tiny_model
 
+pytestmark = pytest.mark.usefixtures("typed_hints")
 FROM_THE_BEST = 1.002
 
 

@@ -31,6 +31,7 @@ from tests.oracle.test_combine import (
     summed,
 )
 
+pytestmark = pytest.mark.usefixtures("typed_hints")
 ONE_RANK = [Server.VLLM, Server.SGLANG]
 MIXED = RSLORA | {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"layers.0.self_attn.q_proj": 5}}
 

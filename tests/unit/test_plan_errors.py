@@ -24,6 +24,7 @@ from tests import checkpoint_edits as edit
 from tests.property.interpret import load
 from tests.property.strategies import write_weights
 
+pytestmark = pytest.mark.usefixtures("typed_hints")
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 P = "base_model.model."
 Q0 = "model.layers.0.self_attn.q_proj"

@@ -165,7 +165,7 @@ def _basis_and_norm(
         if not (math.isfinite(norm) and np.isfinite(applied).all()):
             raise UnsupportedAdapter(
                 f"{name} holds NaN or infinity, or the squares of their difference overflow",
-                hint="lora-tool validate --deep on both models names the tensor",
+                hint="lora-tool validate --deep MODEL BASE names the tensor",
             )
         block = np.linalg.qr(applied).Q
         kept[:, number * count : (number + 1) * count] = block

@@ -222,10 +222,15 @@ def _in_part(module: str, view: AdapterView, base: ModelDir | None, *, named: bo
     experts = module[: module.index(".experts.") + len(".experts")]
     held = [layer.module for layer in view.layers if layer.module.startswith(f"{experts}.")]
     names = sorted({without_numbers(each.removeprefix(f"{experts}.")) for each in held})
+    known = named or base is not None
+    if LISTED.fullmatch(module):  # no base has these names
+        hint = "save the adapter again where it was trained, with all of its experts"
+    else:
+        hint = f"merge it instead: {_merging(view, base)}" if known else _GIVE_BASE
     return UnsupportedAdapter(
         f"{view.adapter.root}: `{experts}` has LoRA on {len(held)} matrices of its experts ({', '.join(names)}), "
-        f"but {'a fused layer needs all of them' if named or base else 'only the base has the names of their parameters'}",
-        hint=f"merge it instead: {_merging(view, base)}" if named or base else _GIVE_BASE,
+        f"but {'a fused layer needs all of them' if known else 'only the base has the names of their parameters'}",
+        hint=hint,
     )
 
 

@@ -180,7 +180,3 @@ def weights_beside_the_adapter(subject: AdapterSubject) -> Iterator[Fault]:
         into_base = "merge with the program that trained it, or put these weights into the base first"
         hint = as_reward if is_head else into_base
         yield Fault(message=message, path=root / name, hint=hint)
-
-
-_ROUTER, _FUSED = "gate.weight", "gate_up_proj"
-"""What PEFT turns the names of a router and of experts into (0.21, `transformers_weight_conversion.py`)."""

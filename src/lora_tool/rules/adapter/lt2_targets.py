@@ -26,6 +26,7 @@ from lora_tool.rules.shared.merged_class import makes_unknown_class
 _A_LIST = 'write the names as a list, ["q_proj", "v_proj"]: PEFT reads one string as a regular expression'
 _ONCE = "keep the one that the adapter was trained with"
 _ROUTER, _FUSED = "gate.weight", "gate_up_proj"
+"""What PEFT turns the names of a router and of experts into (0.21, `transformers_weight_conversion.py`)."""
 
 
 @rule("LT205", Severity.WARNING, on=AdapterSubject, needs=frozenset({Need.WEIGHTS, Need.CONFIG}))
