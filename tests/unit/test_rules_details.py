@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from lora_tool.checkpoints import open_checkpoint
 from lora_tool.core.errors import CheckpointError
 from lora_tool.core.report import Finding, Report, Severity
 from tests import checkpoint_edits as edit
-from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, fields, lora, raw, tensors
+from tests.checkpoint_edits import CONFIG, PREFIX, WEIGHTS, Tensors, emptied, fields, lora, raw, tensors
 from tests.judging import codes, judge, lines
 from tests.mutations import CAUSAL, MODEL, REWARD, RUN, SHARDED, break_, copy_of
 from tests.mutations.places import SCORE
@@ -79,7 +80,7 @@ def test_the_field_that_leaves_a_module_out_is_named(field: str, value: list[Any
     with fields(folder) as config:
         config[field] = value
     found = next(finding for finding in judge(folder).findings if finding.code == "LT207")
-    assert found.message == f"`{field}` leaves its module out: PEFT would silently drop it"
+    assert found.message.startswith(f"`{field}` leaves its module out: PEFT would silently drop it; ")
     assert f"correct `{field}` in {folder / CONFIG}" in (found.hint or "")
 
 
@@ -342,3 +343,24 @@ def test_lora_that_the_config_declares_is_part_of_the_model(declared: bool, tmp_
     with fields(base, "config.json") as config:
         config.update({"vision_lora": {"r": 4}} if declared else {})
     assert ("LT601" in codes(judge(base))) is not declared
+
+
+@pytest.mark.parametrize(
+    ("code", "injury"),
+    [
+        ("LT206", lambda table: {name: emptied(each) for name, each in table.items()}),
+        ("LT211", lambda table: {f"_orig_mod.{name}": each for name, each in table.items()}),
+        ("LT201", lambda table: {name: each for name, each in table.items() if "lora_A" in name}),
+        ("LT503", lambda table: {name.replace(".layers.", ".layers.7"): each for name, each in table.items()}),
+    ],
+)
+def test_many_tensors_with_one_fault_are_one_finding(
+    code: str, injury: Callable[[Tensors], Tensors], tmp_path: Path
+) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    with tensors(folder) as table:
+        changed = injury(table)
+        table.clear()
+        table.update(changed)
+    (found,) = (each for each in judge(folder, base=folder.parent / "base").findings if each.code == code)
+    assert " others are like it: `" in found.message

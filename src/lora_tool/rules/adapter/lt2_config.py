@@ -19,7 +19,7 @@ from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.formats.stored import same_values
 from lora_tool.models.ends import is_end
 from lora_tool.rules.engine.base_match import BaseMatch
-from lora_tool.rules.engine.registry import Fault, Need, rule
+from lora_tool.rules.engine.registry import Fault, Need, alike_as_one, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Subject, fetched_again
 
 _WHOLE = frozenset({Need.WEIGHTS, Need.CONFIG})
@@ -62,7 +62,7 @@ def unexplained(subject: AdapterSubject) -> Iterator[Fault]:
                 yield _dropped(tensor, "LoRA layers have no tensor of this name")
 
     left_to_peft = config.target_modules is None and not config.target_parameters
-    yield from _left_to_peft(subject) if left_to_peft else subject.view.found(unexplained_in)
+    yield from _left_to_peft(subject) if left_to_peft else alike_as_one(subject.view.found(unexplained_in))
     adapted = {layer.target for layer in subject.layers} if subject.view.whole else ()
     for item in subject.view.whole:
         message = _why_unexplained(subject, item, adapted)

@@ -15,7 +15,7 @@ from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.weights import read_single
 from lora_tool.models.ends import MATRIX
-from lora_tool.rules.engine.registry import Fault, Need, as_one, rule
+from lora_tool.rules.engine.registry import Fault, Need, alike_as_one, as_one, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, LoraSubject
 
 _OF_LORA = frozenset({Need.WEIGHTS, Need.LORA})
@@ -30,7 +30,7 @@ def _of_layers(code: str, needs: frozenset[Need]) -> Callable[[_OfLayer], _OfLay
         @rule(code, Severity.ERROR, on=AdapterSubject, needs=needs, unmergeable=True)
         @wraps(check)
         def check_all(subject: AdapterSubject) -> Iterator[Fault]:
-            return subject.view.found(partial(check, subject.config))
+            return alike_as_one(subject.view.found(partial(check, subject.config)))
 
         return check
 
@@ -49,8 +49,8 @@ def unpaired(subject: LoraSubject) -> Iterator[Fault]:
     What to do: Only the training state has the missing half: put its rank files together (`lora-tool consolidate
     CHECKPOINT`), or save the adapter again.
     """
-    for half in subject.half_pairs():
-        yield Fault(subject=half.name, message=half.message, hint=half.hint)
+    halves = subject.half_pairs()
+    yield from alike_as_one(Fault(subject=half.name, message=half.message, hint=half.hint) for half in halves)
 
 
 @_of_layers("LT202", _OF_LORA)

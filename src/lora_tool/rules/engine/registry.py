@@ -102,6 +102,15 @@ def as_one(faults: Iterable[Fault]) -> Iterator[Fault]:
     yield replace(first, message=f"{first.message}; {len(others)} others are like it: {like_it}")
 
 
+def alike_as_one(faults: Iterable[Fault]) -> Iterator[Fault]:
+    """Yield those that say the same as one, as `as_one` does."""
+    groups: dict[str, list[Fault]] = {}
+    for fault in faults:
+        groups.setdefault(fault.message, []).append(fault)
+    for group in groups.values():
+        yield from as_one(group)
+
+
 class Unchecked(Struct, frozen=True, kw_only=True, eq=False):
     """Yielded instead of a fault where an input is missing: the report then lists the rule as skipped."""
 
