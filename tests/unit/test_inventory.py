@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from lora_tool import consolidate
 from lora_tool.checkpoints import RunDir, open_checkpoint, saves_in
 from lora_tool.core.errors import ExecutionError, NotACheckpoint, OutputExists
 from lora_tool.core.report.findings import Run
@@ -147,6 +148,21 @@ def test_saves_with_other_names_are_no_later_ones(tmp_path: Path) -> None:
         _adapter(tmp_path / name)
     goes = {item.checkpoint.root.name: item.goes for item in choose(inventory(tmp_path), keep_last=1, keep_best=1)}
     assert goes == {"epoch_0": True, "epoch_1": False, "step_500": True, "step_1000": False}
+
+
+def test_saves_of_two_models_are_complete_and_warned_of(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _accelerate(tmp_path / f"checkpoint_{step}")
+        shutil.copy(
+            tmp_path / f"checkpoint_{step}" / "model.safetensors",
+            tmp_path / f"checkpoint_{step}" / "model_1.safetensors",
+        )
+    (found,) = inventory(tmp_path)
+    assert [(item.row.verdict, item.row.codes, item.row.complete) for item in found.checkpoints] == 2 * [
+        ("warned", ("LT114",), True)
+    ]
+    with pytest.raises(NotACheckpoint, match="holds the states of 2 models: model, model_1"):
+        consolidate(tmp_path / "checkpoint_2", out=tmp_path / "out")
 
 
 def test_a_save_of_accelerate_that_is_cut_off_is_incomplete(tmp_path: Path) -> None:

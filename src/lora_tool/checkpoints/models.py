@@ -51,7 +51,11 @@ def _open(folder: Folder) -> ModelDir | ShardedDir:
         problems=(*folder.problems, *problems, *manifest_problems, *weights.problems),
     )
     is_state = model_config.FILE_NAME not in folder.files and any(map(_RANDOM_STATES.match, folder.files))
-    return (unmerged_model(found) or found) if is_state else found
+    state = unmerged_model(found) if is_state else None
+    if state is None:
+        return found
+    others = (problem for problem in weights.problems if problem.defect is Defect.STRAY_WEIGHTS)
+    return replace(state, problems=(*state.problems, *others))
 
 
 def weights_in(folder: Folder) -> Weights:

@@ -110,10 +110,11 @@ class WholeState(TrainingState, frozen=True, kw_only=True):
         return {name: tensor for name, tensor in self.tensors.items() if name in wanted}
 
 
-def whole_state(checkpoint: ShardedDir, *, tag: str | None = None) -> TrainingState:
-    """Return the state in the files of a model; see `training_state`."""
+def whole_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest: bool = False) -> TrainingState:
+    """Return the state in the files of a model, of several the first where `or_newest` takes one; see `training_state`."""
     folder, others = checkpoint.root, other_models(checkpoint.folder)
-    file = others.get(choose_model(checkpoint, ("model", *others), tag))
+    models = ("model",) if or_newest and tag is None else ("model", *others)
+    file = others.get(choose_model(checkpoint, models, tag))
     weights = weights_in(checkpoint.folder) if file is None else read_single(folder / file)
     return WholeState(
         root=folder,

@@ -47,7 +47,7 @@ def training_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest:
     elif kind is UNMERGED_MODEL:
         from lora_tool.checkpoints.states.cut_state import whole_state
 
-        state = whole_state(checkpoint, tag=tag)
+        state = whole_state(checkpoint, tag=tag, or_newest=or_newest)
     else:
         state = _added(checkpoint, tag=tag, or_newest=or_newest)
     return state
