@@ -1,4 +1,4 @@
-"""Asking an OpenAI-compatible server: which models it serves, and which next tokens they predict.
+"""Asking an OpenAI-compatible server: which models it serves, which next tokens they predict, which scores they give.
 
 Nothing is asked twice for a failure, no redirect is followed, and an answer that comes slowly or is too long ends.
 """
@@ -41,7 +41,7 @@ _ABSENT = -1000.0
 
 Prompt = str | Sequence[int]
 Answer = Mapping[str | int, float]
-"""The likeliest next tokens, by their ids where the server says those, each with its log probability."""
+"""The likeliest next tokens, by their ids where the server says those, each with its log probability; or scores."""
 
 
 def server_url(value: object) -> str:
@@ -94,6 +94,21 @@ class OpenAIServer(Struct, frozen=True, kw_only=True):
                 f"{self.url}/v1/completions answers without log probabilities: {_start_of(json.dumps(answer))}",
                 hint="start the server so that it gives them: `logprobs` in its answers to /v1/completions",
             )
+        return found
+
+    def score(self, model: Mapping[str, Any], text: Prompt) -> Answer:
+        """Return the scores that the `model`, a classifier, gives the text, by their labels' numbers. Raises as `predict`.
+
+        `use_activation` is vLLM's: without it there are probabilities, in which large differences vanish.
+        """
+        answer = self._answer("/classify", {**model, "input": text, "use_activation": False})
+        found: dict[str | int, float]
+        try:
+            found = {label: float(score) for label, score in enumerate(answer["data"][0]["probs"])}
+        except (LookupError, TypeError, ValueError):
+            found = {}
+        if not found:
+            raise ServerError(f"{self.url}/classify answers without scores: {_start_of(json.dumps(answer))}")
         return found
 
     def _answer(self, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.adapters.targeting import trained_for
 from lora_tool.checkpoints import AdapterDir, ModelDir
@@ -13,6 +14,7 @@ from lora_tool.checkpoints.sources import source_of
 from lora_tool.core.display import size
 from lora_tool.core.errors import LoraToolError, MissingDependency, UnsupportedAdapter, require_packages
 from lora_tool.core.report import Severity
+from lora_tool.models.ends import head_of
 from lora_tool.rules.engine.registry import Rule, chosen
 from lora_tool.rules.judging import Judge
 from lora_tool.rules.serving.asked import ServedEvidence, ServedSubject
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 _LARGE = 32 << 30
 """Bytes of a base from which on it is run only where that is asked for."""
+_CLASSIFIER = "SEQ_CLS"
 _CHANGES_NOTHING = "LT208"
 """The rule about adapters whose ΔW is zero."""
 
@@ -41,21 +44,23 @@ class Question(Struct, frozen=True, kw_only=True):
     name: str | None = None
     prompts: Sequence[str] | None = None
     run_models: bool = False
+    scores: bool = False
+    """Whether the adapter is a classifier's, whose scores are compared instead of next tokens."""
 
 
 def verify_served(adapter: AdapterDir, base: ModelDir | str, question: Question, rules: Sequence[Rule]) -> Verification:
     """Return what a server answers with the adapter, judged by those of the `rules` that judge this.
 
     `base` is a sentence where there is none to compute with. Raises `ServerError` and `PlanError` for a server that
-    cannot be asked, `UnsupportedAdapter` for an adapter of a classifier, `MissingDependency` if `run_models` is set.
+    cannot be asked, `UnsupportedAdapter` for an adapter of another task, `MissingDependency` if `run_models` is set.
     """
-    config = adapter.config
-    if config is not None and trained_for(config) not in (None, "CAUSAL_LM"):
+    task = None if adapter.config is None else trained_for(adapter.config)
+    if task not in (None, "CAUSAL_LM", _CLASSIFIER):
         raise UnsupportedAdapter(
-            f"{adapter.root} was trained for {trained_for(config)}: `served=URL` compares the next tokens that a "
-            "language model predicts"
+            f"{adapter.root} was trained for {task}: `served=URL` compares the next tokens of language models, and the "
+            "scores of classifiers"
         )
-    found = _asked(adapter, base, question)
+    found = _asked(adapter, base, replace(question, scores=task == _CLASSIFIER))
     here = None if isinstance(base, str) else str(base.root)
     subject = ServedSubject(checkpoint=adapter, served=found, base=here)
     judge = Judge(rules=tuple(rule for rule in rules if rule.on is ServedSubject), deep=False)
@@ -73,12 +78,13 @@ def verify_served(adapter: AdapterDir, base: ModelDir | str, question: Question,
 
 def _asked(adapter: AdapterDir, base: ModelDir | str, question: Question) -> ServedEvidence:
     server = OpenAIServer(url=question.url)
+    ask = server.score if question.scores else server.predict
     ours, plain = served_models(server, _places(adapter), _places_of_base(adapter, base), question.name)
     predictions, why_not = _predictions(adapter, base, question)
     texts, what = asked_of(question.prompts)
     prompts: Sequence[Prompt] = texts if predictions is None else predictions.ids
     # in turn, so that a cache or other work of the server meets both
-    rounds = [[[server.predict(each.fields, prompt) for each in (plain, ours)] for prompt in prompts] for _ in range(2)]
+    rounds = [[[ask(each.fields, prompt) for each in (plain, ours)] for prompt in prompts] for _ in range(2)]
     (first_base, first), (second_base, second) = (tuple(zip(*answers, strict=True)) for answers in rounds)
     peft = None
     if predictions is not None:
@@ -92,10 +98,11 @@ def _asked(adapter: AdapterDir, base: ModelDir | str, question: Question) -> Ser
         base=plain.name,
         program=ours.program,
         inputs=what if predictions is None else predictions.what,
+        what="scores" if question.scores else "log probabilities",
         values=sum(map(len, first)),
         moved=min(farthest(first, first_base), farthest(second, second_base)),
         noise=max(farthest(first, second), farthest(first_base, second_base)),
-        no_effect=_changes_nothing(adapter),
+        no_effect=_changes_nothing(adapter, has_head=question.scores),
         peft=peft,
         why_no_peft=why_not,
     )
@@ -127,6 +134,8 @@ def _prepared(adapter: AdapterDir, base: ModelDir | str, question: Question) -> 
 
     Raises `MissingDependency`, `UnsupportedAdapter` for what is not run, and as `plan_merge` for what does not fit.
     """
+    if question.scores:
+        raise UnsupportedAdapter("only next tokens are compared with PEFT's, not scores")
     if isinstance(base, str):
         raise UnsupportedAdapter(base)
     require_packages(("torch", "transformers", "peft"), extra="merge")
@@ -137,8 +146,10 @@ def _prepared(adapter: AdapterDir, base: ModelDir | str, question: Question) -> 
     return Predictions(adapter, base, question.prompts)
 
 
-def _changes_nothing(adapter: AdapterDir) -> bool:
-    """Whether ΔW is zero, and nothing is saved beside it."""
+def _changes_nothing(adapter: AdapterDir, *, has_head: bool) -> bool:
+    """Whether ΔW is zero, and nothing is saved beside it; `has_head`: the base that is served has the adapter's head."""
     judge = Judge(rules=chosen([_CHANGES_NOTHING]))
     subject = judge.subject(adapter)
-    return not (subject.view.saved or subject.view.tokens) and bool(judge.folder(subject).at_least(Severity.ERROR))
+    view = subject.view
+    beside = view.tokens or [name for name in view.saved if not (has_head and head_of(name.rpartition(".")[0]))]
+    return not beside and bool(judge.folder(subject).at_least(Severity.ERROR))

@@ -212,10 +212,10 @@ def _ranking_line(ranking: Ranking) -> str:
 def _served_lines(found: ServedEvidence) -> Iterator[str]:
     """Yield what a server answered with an adapter and without it."""
     yield printable(
-        f"asked {found.url} for the next token after {found.inputs}: `{found.adapter}`, and its base `{found.base}`"
+        f"asked {found.url} for {found.what} with {found.inputs}: `{found.adapter}`, and its base `{found.base}`"
     )
     yield (
-        f"  {found.values} log probabilities differ by {found.moved:.3g}, those of two answers to one request by "
+        f"  {found.values} {found.what} differ by {found.moved:.3g}, those of two answers to one request by "
         f"{found.noise:.3g}"
     )
     if found.peft is not None:

@@ -42,7 +42,7 @@ class PeftEvidence(Struct, frozen=True, kw_only=True):
 
 
 class ServedEvidence(Struct, frozen=True, kw_only=True):
-    """The log probabilities of next tokens that a server gave with an adapter, and with the base of it.
+    """What a server gave with an adapter, and with the base of it.
 
     Each was asked twice, so `noise` is what the server's answers to one request differ by.
     """
@@ -53,6 +53,8 @@ class ServedEvidence(Struct, frozen=True, kw_only=True):
     base: str
     program: str | None
     """The server's program, as `--for` calls it; None for one that is unknown."""
+    what: str
+    """What it gave: "log probabilities" of next tokens, or "scores"."""
     inputs: str
     """What was asked, in words."""
     values: int

@@ -14,8 +14,9 @@ from lora_tool.rules.serving.asked import COARSE, ServedSubject
 def base_is_served(subject: ServedSubject) -> Iterator[Fault | Unchecked]:
     """The server answers with the adapter as it does without it.
 
-    What it does: `lora-tool verify ADAPTER --served URL` asks the server for the log probabilities of next tokens, with
-    the adapter and with the base, each twice, and compares the difference with that of two answers to one request.
+    What it does: `lora-tool verify ADAPTER --served URL` asks the server for the log probabilities of next tokens, or
+    for the scores of a classifier, with the adapter and with the base, each twice, and compares the difference with
+    that of two answers to one request.
     Why it matters: Servers load adapters and ignore tensors that they have no place for. Everything then measured is
     the base.
     Example: The file calls the experts `mlp.experts`, vLLM's class calls them `block_sparse_moe.experts`.
@@ -44,7 +45,7 @@ def base_is_served(subject: ServedSubject) -> Iterator[Fault | Unchecked]:
         return
     expected = "" if found.peft is None else f"; PEFT's differ by {found.peft.expected:.3g}"
     message = (
-        f"{found.url} answers with `{found.adapter}` as with its base `{found.base}`: the log probabilities differ by "
+        f"{found.url} answers with `{found.adapter}` as with its base `{found.base}`: the {found.what} differ by "
         f"{found.moved:.2g} at most, two answers to one request by {found.noise:.2g}{expected}"
     )
     yield Fault(message=message)
