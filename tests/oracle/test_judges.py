@@ -39,7 +39,6 @@ EXACT = 2e-5
 """How far scores may be from the logits' difference in float32."""
 
 MODELS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4},
     "gemma": {"tie_word_embeddings": True},
     "gemma2": {"final_logit_softcapping": None},
     "gemma3": {},
@@ -189,9 +188,19 @@ ADAPTERS: dict[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
-def test_an_adapter_scores_what_the_judge_says(lora: Mapping[str, Any], tied: bool, tmp_path: Path) -> None:
+UNTIED = (
+    "on the output layer",
+    "on the embedding",
+    "a saved embedding",
+    "trained tokens",
+    "trained tokens of both ends",
+)
+"""Adapters that mean something else on a base with two ends."""
+
+
+@pytest.mark.parametrize(("name", "tied"), [*((name, True) for name in ADAPTERS), *((name, False) for name in UNTIED)])
+def test_an_adapter_scores_what_the_judge_says(name: str, tied: bool, tmp_path: Path) -> None:
+    lora = ADAPTERS[name]
     base = judge_at(tmp_path / "base", "llama", pad_token_id=0, tie_word_embeddings=tied)
     options = {"target_modules": _LORA, **lora}
     train(load_model(base, "causal-lm"), tmp_path / "adapter", task_type="CAUSAL_LM", **options)
@@ -340,7 +349,7 @@ def test_what_is_refused(
 
 
 REFUSED_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
-    "only on the output layer": ({"target_modules": ["lm_head"]}, "without its LoRA on the output layer"),
+    "only on the output layer": ({"target_modules": ["lm_head"]}, "no LoRA besides that on the output layer"),
     "DoRA": ({"target_modules": [*_LORA, "lm_head"], "use_dora": True}, "`lm_head` has DoRA"),
     "an init": ({"target_modules": [*_LORA, "lm_head"], "init_lora_weights": "pissa"}, "pissa, which changes W"),
     "a bias": ({"target_modules": [*_LORA, "lm_head"], "lora_bias": True}, "`lm_head` has `lora_bias`"),

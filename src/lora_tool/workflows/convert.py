@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lora_tool.checkpoints import AdapterDir, ModelDir
-from lora_tool.checkpoints.sources import Reference, beside, opened, opened_adapter, opened_model, source_of
+from lora_tool.checkpoints.sources import (
+    Reference,
+    beside,
+    opened,
+    opened_adapter,
+    opened_model,
+    source_of,
+    unfetched,
+)
 from lora_tool.core.choices import codes, flag
-from lora_tool.core.errors import UnsupportedAdapter, WrongValue
+from lora_tool.core.errors import NotACheckpoint, UnsupportedAdapter, WrongValue
 from lora_tool.core.options import option
 from lora_tool.plans.convert.forms import AdapterForm
 from lora_tool.plans.convert.labels import Asked, factor, finite
@@ -122,9 +130,7 @@ def _to_seq_cls(source: Reference, options: ConvertOptions, caller: Caller) -> D
         )
     if options.out is not None:
         require_output(Path(options.out), options, source)
-    found = opened(source)
-    # of a Hub id an adapter's weights are here, and not a model's
-    found = opened_model(source) if isinstance(found, ModelDir) else opened_adapter(found)
+    found = _adapter_or_model(source)
     out = Path(options.out) if options.out is not None else beside(source_of(found.root), AdapterForm.SEQ_CLS)
     require_apart(out, options, found.root)
     from lora_tool.plans.convert.plan_seq_cls import plan_seq_cls  # after the inputs are known to be right
@@ -134,3 +140,14 @@ def _to_seq_cls(source: Reference, options: ConvertOptions, caller: Caller) -> D
         if isinstance(found, AdapterDir):
             base = named_base(found)[0] if options.base is None else opened_model(options.base, near=found.root)
         return carry_out(plan_seq_cls(found, base, asked, ignore=options.ignore), out, options, caller)
+
+
+def _adapter_or_model(source: Reference) -> AdapterDir | ModelDir:
+    """Return what a path or a Hub id means; of a model on the Hub the weights are downloaded. Raises `CheckpointError`."""
+    try:
+        found = opened(source)
+    except NotACheckpoint:
+        if not isinstance(source, str) or unfetched(source).hub_id is None:
+            raise
+        return opened_model(source)
+    return found if isinstance(found, ModelDir) else opened_adapter(found)

@@ -17,9 +17,7 @@ from lora_tool.core.tensors import TensorAction, TensorSpec
 from lora_tool.formats.tokenizer import Tokenizer, ends_prompts_with
 from lora_tool.formats.vocabulary import vocabulary_of
 from lora_tool.models.judges import judge_class
-from lora_tool.plans.base.side_files import pad_token, written_tokenizer
-from lora_tool.plans.base.task import names_classifier
-from lora_tool.plans.convert.head_rows import (
+from lora_tool.plans.algebra.head_rows import (
     Layer,
     Share,
     exact_type,
@@ -28,6 +26,8 @@ from lora_tool.plans.convert.head_rows import (
     output_layer,
     score_layer,
 )
+from lora_tool.plans.base.side_files import pad_token, written_tokenizer
+from lora_tool.plans.base.task import names_classifier
 from lora_tool.plans.convert.labels import (
     Asked,
     Label,

@@ -23,6 +23,11 @@ from lora_tool.core.tensors import StoredTensor, TensorAction
 from lora_tool.formats.patterns import is_path
 from lora_tool.models.ends import is_output
 from lora_tool.plans.adapter.config_file import config_file as adapter_config_file
+from lora_tool.plans.algebra.head_rows import (
+    is_of_head,
+    is_of_output,
+    merge_first,
+)
 from lora_tool.plans.algebra.whole_plan import SAME, adapter_plan, beginnings_of, described, stamps_of, weights_of
 from lora_tool.plans.base.module_files import ModuleSideFiles, module_files
 from lora_tool.plans.base.side_files import (
@@ -36,11 +41,6 @@ from lora_tool.plans.base.side_files import (
 )
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.convert.forms import AdapterForm
-from lora_tool.plans.convert.head_rows import (
-    is_of_head,
-    is_of_output,
-    merge_first,
-)
 from lora_tool.plans.convert.labels import (
     VLLM_FIELDS,
     Asked,
@@ -115,7 +115,7 @@ def _of_model(model: ModelDir, asked: Asked, findings: tuple[Finding, ...]) -> P
     return Plan(
         shards=shards,
         side_files=files,
-        leftovers=tuple(_leftover(name, tensor, head) for name, tensor in model.tensors.items() if gone(name)),
+        leftovers=tuple(_left_out(name, tensor, head) for name, tensor in model.tensors.items() if gone(name)),
         inputs=stamps_of((model,), files),
         precision=Precision.FLOAT64,
         hashed=weights_of((model,)),
@@ -146,13 +146,10 @@ def _config_changes(model: ModelDir, head: Head, pad_id: int | None) -> dict[str
     return changes | {name: None for name in VLLM_FIELDS if name in raw}
 
 
-def _leftover(name: str, tensor: StoredTensor, head: Head) -> InputRecord:
-    """Return what became of a tensor of the layer in whose place the head is."""
-    used = any(tensor.path == part.path and tensor.name == part.name for part in head.step.op.inputs)
-    action, reason = TensorAction.DROPPED, "a classifier has no output layer"
-    if used:
-        action, reason = TensorAction.CONSUMED, f"rows of it are in {head.step.out.name}"
-    return InputRecord(path=tensor.path, name=name, action=action, reason=reason)
+def _left_out(name: str, tensor: StoredTensor, head: Head) -> InputRecord:
+    """Return that a tensor of the layer in whose place the head is has no place in the output."""
+    reason = f"{head.step.out.name} is in its place"
+    return InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
 
 
 # An adapter.
@@ -172,7 +169,7 @@ def _of_adapter(adapter: AdapterDir, base: ModelDir, asked: Asked, findings: tup
     named = _without(held, head)
     if not any(key.part in FACTORS for key in map(parse, named.tensors)):
         raise UnsupportedAdapter(
-            f"{adapter.root}: without its LoRA on the output layer the adapter has none, and PEFT loads no such adapter",
+            f"{adapter.root}: it has no LoRA besides that on the output layer, and PEFT loads no adapter without any",
             hint=merge_first(base, view),
         )
     steps = (*renamed_steps(named), head.step)
@@ -182,7 +179,7 @@ def _of_adapter(adapter: AdapterDir, base: ModelDir, asked: Asked, findings: tup
         InputRecord(path=adapter.tensors[name].path, name=name, action=TensorAction.DROPPED, reason=reason)
         for name, reason in held.dropped
     ]
-    dropped += [_leftover(each.name, each, head) for each in outputs if each.name not in used]
+    dropped += [_left_out(each.name, each, head) for each in outputs if each.name not in used]
     plan = adapter_plan(
         (adapter,),
         (1.0,),
