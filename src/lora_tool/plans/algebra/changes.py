@@ -28,7 +28,8 @@ from lora_tool.plans.algebra.ranks import ModuleRank
 from lora_tool.plans.algebra.spool import OpenSpool, Spool
 from lora_tool.plans.algebra.terms import Factors, factors_of_sum
 from lora_tool.plans.core.steps import InputRecord
-from lora_tool.rules.serving.forms import ServingForm, refused_ends
+from lora_tool.rules.serving.forms import ServingForm
+from lora_tool.rules.serving.obstacles import refused_ends
 
 
 class Changes(Struct, frozen=True, kw_only=True):

@@ -40,18 +40,17 @@ from lora_tool.plans.core.plan import Plan
 from lora_tool.plans.core.steps import SideFile
 from lora_tool.rules.bases import named_base
 from lora_tool.rules.judging import MergeJudge
-from lora_tool.rules.serving.forms import (
-    ServingForm,
+from lora_tool.rules.serving.forms import ServingForm, form_of
+from lora_tool.rules.serving.named import server_named
+from lora_tool.rules.serving.obstacles import (
     alone_text,
     class_in_the_way,
     experts_in_the_way,
-    form_of,
     in_the_way,
     names_in_the_way,
     not_applied,
     stacks_in_the_way,
 )
-from lora_tool.rules.serving.named import server_named
 from lora_tool.rules.serving.together import lacking, model_types_of, outside_language, path_with
 
 

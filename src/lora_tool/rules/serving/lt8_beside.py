@@ -11,7 +11,8 @@ from lora_tool.models.ends import PEFT_CLASSIFIERS, head_of, is_end, is_tied
 from lora_tool.rules.adapter.lt3_head import head_weight, saved_heads
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
-from lora_tool.rules.serving.forms import ServingForm, trained_biases
+from lora_tool.rules.serving.forms import ServingForm
+from lora_tool.rules.serving.obstacles import trained_biases
 from lora_tool.rules.serving.servers import WHOLE, asked, asked_for_peft, command, fault, merged, or_merged, prepared
 
 _BY_FIELD = "refuses"

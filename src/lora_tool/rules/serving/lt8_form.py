@@ -14,9 +14,9 @@ from lora_tool.formats.adapter_config import INITS_RECOMPUTED, INITS_THAT_KEEP_T
 from lora_tool.models.ends import MATRIX
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.forms import (
+from lora_tool.rules.serving.forms import ServingForm
+from lora_tool.rules.serving.obstacles import (
     WITH_BASE,
-    ServingForm,
     alone_text,
     experts_in_the_way,
     refused_singles,

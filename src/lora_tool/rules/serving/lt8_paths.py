@@ -8,7 +8,7 @@ from lora_tool.core.display import named
 from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
-from lora_tool.rules.serving.forms import WITH_BASE, not_applied, of_type
+from lora_tool.rules.serving.obstacles import WITH_BASE, not_applied, of_type
 from lora_tool.rules.serving.servers import WHOLE, asked, fault, or_merged
 from lora_tool.rules.serving.together import model_types_of, path_with
 

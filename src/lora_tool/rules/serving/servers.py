@@ -18,13 +18,11 @@ from lora_tool.rules.adapter.lt2_config import bias_without_place, refusals_of
 from lora_tool.rules.adapter.lt3_head import head_weight, saved_heads
 from lora_tool.rules.engine.registry import Fault, Need
 from lora_tool.rules.engine.subjects import AdapterSubject, Server
-from lora_tool.rules.serving.forms import (
+from lora_tool.rules.serving.forms import ServingForm, form_of, has_usual_names
+from lora_tool.rules.serving.obstacles import (
     WITH_BASE,
-    ServingForm,
     class_in_the_way,
     experts_in_the_way,
-    form_of,
-    has_usual_names,
     in_the_way,
     names_in_the_way,
     not_applied,
