@@ -160,6 +160,8 @@ def test_only_llama_cpp_takes_the_file(call: Caller, tmp_path: Path) -> None:
         done = call(*words, *(() if words[0] == "diff" else ("-o", tmp_path / "no")))
         assert (done.code, "only for llama.cpp" in done.err) == (3, True), words
     assert "GGUF adapter" in call("inspect", out).out
+    found = validate(out, servers=["vllm", "peft", "llama.cpp"]).findings
+    assert [(each.code, each.message.partition(" ")[0]) for each in found] == [("LT813", "PEFT"), ("LT813", "vLLM")]
     assert "adapter.gguf" in call("push", out, "owner/name", "--dry-run").out
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from lora_tool.adapters.fused_experts import fused_experts
 from lora_tool.adapters.view import LoraLayer
+from lora_tool.checkpoints.gguf_adapter import GGUF_ADAPTER
 from lora_tool.core.display import named
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.report import Severity
@@ -29,6 +30,7 @@ from lora_tool.rules.serving.servers import (
     asked,
     asked_for_peft,
     command,
+    every_form,
     fault,
     merged,
     or_merged,
@@ -262,13 +264,19 @@ def served_text_names(subject: AdapterSubject) -> Iterator[Fault]:
 
 @rule("LT813", Severity.ERROR, on=AdapterSubject, needs=NEEDS)
 def served_as_peft_saves(subject: AdapterSubject) -> Iterator[Fault]:
-    """An adapter in PEFT's format, for a program that reads another format.
+    """An adapter in a format that the program does not read.
 
-    What it does: Reports that MLX-LM reads `adapters.safetensors`, with transposed factors and different names.
+    What it does: Reports that MLX-LM reads `adapters.safetensors`, with transposed factors and different names, and that
+    only llama.cpp reads an adapter in its format GGUF.
     Why it matters: `mlx_lm.generate --adapter-path ADAPTER` does not find the file.
     Example: Any adapter that PEFT saved.
-    What to do: Write it in MLX-LM's format: `lora-tool prepare ADAPTER --for mlx -o OUT`.
+    What to do: Write it in MLX-LM's format: `lora-tool prepare ADAPTER --for mlx -o OUT`. Give other programs than
+    llama.cpp the PEFT adapter that a GGUF file was written from.
     """
+    if subject.checkpoint.kind is GGUF_ADAPTER:
+        for form in (each for each in every_form(subject) if not each.gguf):
+            hint = "give it the PEFT adapter that the file was written from"
+            yield fault(subject, None, f"{form.name} does not read llama.cpp's format GGUF", hint=hint)
     for form in (each for each in asked(subject) if each.mlx):
         message = f"{form.name} does not read PEFT's file, but adapters.safetensors, with transposed factors and different names"
         yield fault(subject, None, message, hint=prepared(subject, form))

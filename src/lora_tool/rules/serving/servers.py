@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from lora_tool.adapters.fused_experts import fused_experts
 from lora_tool.adapters.support import UNMERGED
+from lora_tool.checkpoints.gguf_adapter import GGUF_ADAPTER
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import Part
 from lora_tool.core.report import Severity
@@ -53,7 +54,7 @@ def fault(
 
 
 def asked(subject: AdapterSubject) -> Iterator[ServingForm]:
-    """Yield what each built-in server takes that the user named, but for PEFT."""
+    """Yield what each built-in server takes that the user named, but for PEFT; nothing for a file that only one reads."""
     return (form for form in _asked(subject) if form.server is not Server.PEFT)
 
 
@@ -63,6 +64,11 @@ def asked_for_peft(subject: AdapterSubject) -> Iterator[ServingForm]:
 
 
 def _asked(subject: AdapterSubject) -> Iterator[ServingForm]:
+    return iter(()) if subject.checkpoint.kind is GGUF_ADAPTER else every_form(subject)
+
+
+def every_form(subject: AdapterSubject) -> Iterator[ServingForm]:
+    """Yield what each built-in server takes that the user named, whatever the adapter's format is."""
     for server in Server:
         yield from (form_of(word) for word in sorted(subject.servers) if word.partition("@")[0] == server)
 
