@@ -87,10 +87,10 @@ def no_tokenizer(subject: Subject) -> Iterator[Fault]:
     folder, base = subject.checkpoint.folder, subject.base
     names = [*folder.files, *(listed(folder.root.absolute().parent) if folder.is_numbered else ())]
     if isinstance(subject, AdapterSubject):
-        names += base.folder.files if base is not None else ()
+        expected = folder.is_numbered or not TRAINING_FILES.isdisjoint(names)
+        expected = expected and subject.config.task_type in ("CAUSAL_LM", "SEQ_CLS")
         config = None if base is None else base.config
-        of_run = folder.is_numbered or not TRAINING_FILES.isdisjoint(names)
-        expected = of_run and subject.config.task_type in ("CAUSAL_LM", "SEQ_CLS")
+        names += base.folder.files if base is not None else ()
     else:
         config = subject.checkpoint.config
         expected = config is not None and any(name.endswith(_OF_TEXT) for name in config.architectures)
