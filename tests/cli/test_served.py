@@ -154,6 +154,7 @@ def _lora(at: int, path: str = "ours.gguf", scale: float = 1.0) -> dict[str, Any
         pytest.param(
             [{**card, "owned_by": "sglang"} for card in CARDS], [], "base:ours", id="SGLang's name of an adapter"
         ),
+        pytest.param([BASE, {**OTHER, "parent": "meta/base"}], [], "other", id="a parent that is not served"),
         pytest.param([*CARDS, OTHER], [], None, id="two"),
         pytest.param([BASE], [], None, id="none"),
         pytest.param([BASE, {**BASE, "id": "alias"}], [], None, id="a base with two names"),
@@ -197,6 +198,8 @@ def test_llama_cpp_has_scales_instead_of_names(call: Caller, adapter: Path) -> N
         ("http://me:secret@localhost", []),
         ("http://localhost?x=1", []),
         ("http://localhost:99999", []),
+        ("http://localhost/ü", []),
+        ("http://local host", []),
         ("http://localhost", ["--adapter", "x"]),
         ("http://localhost", ["--sample"]),
         (None, ["--served-name", "x"]),

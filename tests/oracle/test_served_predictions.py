@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lora_tool import verify
-from tests.checkpoint_edits import renamed
+from tests.checkpoint_edits import fields, renamed
 from tests.fake_server import CARDS, TOKENS, FakeServer
 from tests.mutations import CAUSAL, FIXTURES, copy_of
 
@@ -72,10 +72,15 @@ def test_a_servers_answers_against_pefts(
         assert found.served.peft.adapter <= 4 * found.served.peft.base + 1e-5
 
 
-def test_an_adapter_that_does_not_fit_the_base_here_is_asked_about_all_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["LT503", "no_such_model"])
+def test_what_cannot_be_compared_with_peft_is_asked_about_all_the_same(fault: str, tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
-    renamed(folder, lambda name: name.replace(".layers.0.", ".layers.9."))
+    if fault == "LT503":
+        renamed(folder, lambda name: name.replace(".layers.0.", ".layers.9."))
+    else:
+        with fields(folder.parent / "base", "config.json") as config:
+            config["model_type"] = fault
     with FakeServer(lambda _: TOKENS).running() as server:
         found = verify(folder, served=server.url)
     assert [each.code for each in found.report.findings] == ["LT823"]
-    assert "LT503" in found.report.skipped[0].reason
+    assert fault in found.report.skipped[0].reason

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,7 @@ def server_url(value: object) -> str:
         known = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
     except ValueError:
         known = None
-    if not known or parts.query or parts.fragment:
+    if not known or parts.query or parts.fragment or not (text.isascii() and text.isprintable()) or " " in text:
         raise WrongValue(f"served: expected the address of a server, such as http://localhost:8000, found {text!r}")
     if "@" in parts.netloc:
         raise WrongValue(f"served: an address may not hold a password; set {KEYS[0]} to the server's key")
@@ -116,6 +117,9 @@ class OpenAIServer(Struct, frozen=True, kw_only=True):
         seconds = min(_REQUEST, self.until - time.monotonic())
         try:
             reply = _sent(self.url, path, body, key, seconds)
+        except ssl.SSLCertVerificationError as error:
+            why = f"its certificate is not accepted: {error.verify_message}"
+            raise ServerError(f"{where}: {why}", hint="set SSL_CERT_FILE to the authority's certificate") from None
         except (OSError, HTTPException) as error:
             why = f"no answer in {max(seconds, 0):.0f} s" if isinstance(error, TimeoutError) else _words(error)
             raise ServerUnreachable(
@@ -152,7 +156,7 @@ def _sent(url: str, path: str, body: Mapping[str, Any] | None, key: str, seconds
     with contextlib.closing(connection):
         connection.connect()
         # a socket's own limit begins again with each byte that arrives
-        timer = threading.Timer(end - time.monotonic(), connection.sock.shutdown, [socket.SHUT_RDWR])
+        timer = threading.Timer(end - time.monotonic(), _cut, [connection.sock])
         timer.daemon = True
         timer.start()
         try:
@@ -168,6 +172,12 @@ def _sent(url: str, path: str, body: Mapping[str, Any] | None, key: str, seconds
     if time.monotonic() >= end:
         raise TimeoutError
     return _Reply(response.status, response.reason, response.getheader("Location"), raw)
+
+
+def _cut(connected: socket.socket) -> None:
+    """End whatever waits for the socket; one that is closed already has nobody that waits."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)  # TLS would be forgotten, by its own, under who reads
 
 
 def _refused(reply: _Reply, where: str, key: str) -> ServerError:

@@ -24,6 +24,14 @@ _HOLE = "\ufffd"
 """What a token is written as that is a part of a character."""
 
 
+def prepare(adapter: AdapterDir, base: ModelDir, prompts: Sequence[str] | None) -> Predictions:
+    """Return the prompts for `base`, ready to be compared.
+
+    Raises `UnsupportedAdapter` where transformers or PEFT cannot build the models, and as `plan_merge`.
+    """
+    return asking(lambda: Predictions(adapter, base, prompts), base.root, _OPTION)
+
+
 class Predictions(Models):
     """The prompts as token ids, and the log probabilities of every token after each."""
 

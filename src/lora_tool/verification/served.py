@@ -13,6 +13,7 @@ from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.sources import source_of
 from lora_tool.core.display import size
 from lora_tool.core.errors import LoraToolError, MissingDependency, UnsupportedAdapter, require_packages
+from lora_tool.core.progress import told
 from lora_tool.core.report import Severity
 from lora_tool.models.ends import head_of
 from lora_tool.rules.engine.registry import Rule, chosen
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _LARGE = 32 << 30
 """Bytes of a base from which on it is run only where that is asked for."""
+_SLOW = 2 << 30
 _CLASSIFIER = "SEQ_CLS"
 _CHANGES_NOTHING = "LT208"
 """The rule about adapters whose ΔW is zero."""
@@ -141,9 +143,11 @@ def _prepared(adapter: AdapterDir, base: ModelDir | str, question: Question) -> 
     require_packages(("torch", "transformers", "peft"), extra="merge")
     if base.weights.nbytes > _LARGE and not question.run_models:
         raise UnsupportedAdapter(f"{base.root} has {size(base.weights.nbytes)}; `logits=True` runs it all the same")
-    from lora_tool.verification.predictions import Predictions  # torch, where it is installed
+    from lora_tool.verification.predictions import prepare  # torch, where it is installed
 
-    return Predictions(adapter, base, question.prompts)
+    if base.weights.nbytes > _SLOW:
+        told(f"running {base.root} with PEFT, whose answers the server's are compared with …")
+    return prepare(adapter, base, question.prompts)
 
 
 def _changes_nothing(adapter: AdapterDir, *, has_head: bool) -> bool:

@@ -118,8 +118,8 @@ def _adapter_among(
 
 
 def _base_of(adapter: Card, cards: Sequence[Card], base_places: frozenset[str], url: str) -> str:
-    if adapter.parent:
-        return adapter.parent
+    if any(card.id == adapter.parent for card in cards):  # vLLM lets users say what they like
+        return str(adapter.parent)
     others = [card for card in cards if not card.parent and card.id != adapter.id]
     here = [card for card in others if _is_at(card, base_places)]
     if here or len({card.root or card.id for card in others}) == 1:  # one model may have several names
