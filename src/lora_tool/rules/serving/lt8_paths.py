@@ -19,8 +19,9 @@ def served_paths(subject: AdapterSubject) -> Iterator[Fault]:
 
     What it does: Compares the modules with the server's names for the base's model type. transformers 5 renames some
     modules when it loads a checkpoint, and vLLM keeps the names of the checkpoint, or has its own: Mixtral's router is
-    `mlp.gate` for PEFT, `block_sparse_moe.gate` for vLLM. llama.cpp multiplies with some matrices without asking for
-    LoRA: those of DeepSeek's latent attention, position embeddings.
+    `mlp.gate` for PEFT, `block_sparse_moe.gate` for vLLM. Some matrices are used without their LoRA: of DeepSeek's latent
+    attention `kv_b_proj` in vLLM, which multiplies it into others, and all but `o_proj` in llama.cpp; there also the
+    output layer of these models, and position embeddings.
     Why it matters: vLLM compares only the last part of a name and leaves the module out without a word; llama.cpp loads
     the LoRA and never applies it. The served model is not the trained one.
     Example: `"target_modules": "all-linear"` with Mixtral, which includes the router.
