@@ -8,7 +8,7 @@ from lora_tool.core.errors import WrongValue
 from lora_tool.rules.engine.subjects import Server
 from lora_tool.rules.serving.tables import known_version
 
-SERVER_NAMES = f"[{'|'.join((*Server, 'NAME'))}][@VERSION]"
+SERVER_NAMES = f"[{'|'.join((*Server, 'NAME'))}]"
 """How help texts list the servers: NAME is one that another package adds."""
 
 
