@@ -61,6 +61,8 @@ class ServingForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Whether `target_modules` may be a regular expression."""
     fields: Mapping[str, str] = {}
     """Fields of adapter_config.json with what it does not apply → its reaction, a verb: "refuses" where the field is enough."""
+    refused: Mapping[str, frozenset[str]] = {}
+    """Model type → the last parts of the names of modules on which it refuses LoRA."""
     together: ReadTogether | None = None
     """The modules whose LoRA it reads only together."""
     gguf: bool = False

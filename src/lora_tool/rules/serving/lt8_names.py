@@ -7,12 +7,9 @@ from collections.abc import Iterator
 from lora_tool.core.display import named
 from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
-from lora_tool.rules.engine.subjects import AdapterSubject, Server
+from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.rules.serving.servers import WHOLE, asked, asked_for_peft, fault, merged
 
-_OF_MAMBA = frozenset({"conv1d", "out_proj"})
-_MAMBAS = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
-"""What PEFT 0.21 refuses of which model types (`peft/tuners/tuners_utils.py`, `_check_lora_target_modules_mamba`)."""
 _OF_TRAINERS = {"unembed_tokens": "lm_head"}
 """What Tinker calls modules → what transformers does."""
 
@@ -21,20 +18,21 @@ _OF_TRAINERS = {"unembed_tokens": "lm_head"}
 def served_names(subject: AdapterSubject) -> Iterator[Fault]:
     """Modules that the server refuses, or does not find, by their names.
 
-    What it does: For PEFT, looks for LoRA on `out_proj` and `conv1d` of a Mamba, Falcon-H1 or Nemotron-H base, which PEFT
-    0.21 refuses when it loads the adapter. Without a base, looks for `unembed_tokens`, as Tinker calls the output layer.
+    What it does: For PEFT, looks for LoRA on `out_proj` and `conv1d` of a Mamba, Falcon-H1 or Nemotron-H base, which it
+    refuses when it loads the adapter. Without a base, looks for `unembed_tokens`, as Tinker calls the output layer.
     Why it matters: PEFT and vLLM stop when they load the adapter, or it is served without these modules.
     Example: LoRA on `backbone.layers.0.mixer.out_proj` with a Nemotron-H base.
     What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`.
     """
-    model_type = subject.base.config.model_type if subject.base is not None and subject.base.config else None
+    config = None if subject.base is None else subject.base.config
+    model_type = str(config and config.model_type)
     for form in (*asked_for_peft(subject), *asked(subject)):
         refused, foreign = (
             [layer.target for layer in subject.layers if layer.target.rpartition(".")[2] in names]
-            for names in (_OF_MAMBA, _OF_TRAINERS)
+            for names in (form.refused.get(model_type, ()), _OF_TRAINERS)
         )
-        if form.server is Server.PEFT and model_type in _MAMBAS and refused:
-            message = f"PEFT 0.21 refuses LoRA on {named(refused, 3)} of a {model_type} model"
+        if refused:
+            message = f"{form.name} refuses LoRA on {named(refused, 3)} of a {model_type} model"
             yield fault(subject, refused[0], message, hint=merged(subject))
         if foreign and subject.base is None:  # else LT501 says it
             name = foreign[0].rpartition(".")[2]
