@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft.tuners.lora import LoraLayer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lora_tool import verify
 from tests.checkpoint_edits import fields, renamed
@@ -84,3 +85,31 @@ def test_what_cannot_be_compared_with_peft_is_asked_about_all_the_same(fault: st
         found = verify(folder, served=server.url)
     assert [each.code for each in found.report.findings] == ["LT823"]
     assert fault in found.report.skipped[0].reason
+
+
+@pytest.mark.parametrize(("by", "findings"), [(1.0, []), (0.5, ["LT824"]), (0.0, ["LT823"])])
+def test_scores_against_pefts(by: float, findings: list[str]) -> None:
+    folder = FIXTURES / "reward-qwen2"
+    base = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1, dtype=torch.float32)
+    model = PeftModel.from_pretrained(base, str(folder / "adapter")).eval()
+
+    def answer(asked: Mapping[str, Any]) -> Any:
+        factor = by if asked["model"] == "ours" else 0.0
+        layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+        scalings = [dict(layer.scaling) for layer in layers]
+        for layer, scaling in zip(layers, scalings, strict=True):
+            layer.scaling = {name: value * factor for name, value in scaling.items()}
+        with torch.inference_mode():
+            scores = model(torch.tensor([asked["input"]])).logits[0].tolist()
+        for layer, scaling in zip(layers, scalings, strict=True):
+            layer.scaling = scaling
+        return {"data": [{"probs": scores}]}
+
+    with FakeServer(answer).running() as server:
+        found = verify(folder / "adapter", served=server.url, base=folder / "base", logits=True)
+    assert [each.code for each in found.report.findings] == findings
+    assert not found.report.skipped
+    if not findings:
+        assert found.served is not None
+        assert found.served.peft is not None
+        assert found.served.peft.adapter < 1e-5

@@ -1,4 +1,4 @@
-"""The next tokens that a base predicts, with an adapter and without it, as transformers and PEFT compute them."""
+"""What a base answers with an adapter and without it, next tokens or scores, as transformers and PEFT compute it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.core.errors import MissingDependency, UnsupportedAdapter
 from lora_tool.plans.merge.provenance import Provenance
+from lora_tool.rules.adapter.lt3_head import head_weight, saved_heads
+from lora_tool.rules.judging import Judge
 from lora_tool.rules.serving.asked import PeftEvidence
 from lora_tool.verification.inputs import tokenized, tokenizer_in
 from lora_tool.verification.models import Models, asking
@@ -16,6 +18,8 @@ from lora_tool.verification.openai_server import MOST, Answer, farthest
 
 try:
     import torch
+    from peft.tuners.lora import LoraLayer
+    from transformers import AutoModelForSequenceClassification
 except ImportError as error:
     raise MissingDependency("torch", extra="merge") from error
 
@@ -24,12 +28,13 @@ _HOLE = "\ufffd"
 """What a token is written as that is a part of a character."""
 
 
-def prepare(adapter: AdapterDir, base: ModelDir, prompts: Sequence[str] | None) -> Predictions:
-    """Return the prompts for `base`, ready to be compared.
+def prepare(adapter: AdapterDir, base: ModelDir, prompts: Sequence[str] | None, *, scores: bool) -> Predictions:
+    """Return the prompts for `base`, ready for next tokens or `scores` to be compared.
 
     Raises `UnsupportedAdapter` where transformers or PEFT cannot build the models, and as `plan_merge`.
     """
-    return asking(lambda: Predictions(adapter, base, prompts), base.root, _OPTION)
+    made = _Scores if scores else Predictions
+    return asking(lambda: made(adapter, base, prompts), base.root, _OPTION)
 
 
 class Predictions(Models):
@@ -38,8 +43,7 @@ class Predictions(Models):
     def __init__(self, adapter: AdapterDir, base: ModelDir, prompts: Sequence[str] | None) -> None:
         provenance = Provenance(merged=base, base=base, adapters=(adapter,))
         super().__init__(provenance, provenance.plan_or_why_not()[0], _OPTION)
-        if self._classifier:
-            raise UnsupportedAdapter(f"{base.root} is a classifier, which predicts no tokens")
+        self._set_task(adapter)
         text = self._config.get_text_config()
         if getattr(text, "pad_token_id", None) is None:
             text.pad_token_id = 0
@@ -50,6 +54,11 @@ class Predictions(Models):
             row[:length].tolist() for row, length in zip(found.ids, found.mask.sum(dim=1).tolist(), strict=True)
         ]
 
+    def _set_task(self, adapter: AdapterDir) -> None:
+        """Return if the base predicts tokens. Raises `UnsupportedAdapter`."""
+        if self._classifier:
+            raise UnsupportedAdapter(f"{self._provenance.base.root} is a classifier, {adapter.root} is of none")
+
     def compared(self, served: Sequence[Answer], served_base: Sequence[Answer]) -> PeftEvidence:
         """Return how far a server's answers to the `ids` are from those of PEFT, which runs both models for this.
 
@@ -57,6 +66,9 @@ class Predictions(Models):
         """
         one, other = self._by_id(served), self._by_id(served_base)
         (adapter, base), _ = asking(lambda: self._run(self._both), self._provenance.base.root, _OPTION)
+        known = adapter.shape[1]
+        if any(max(answer) >= known for answer in (*one, *other)):
+            raise UnsupportedAdapter(f"the server's answers have more than the {known} of {self._provenance.base.root}")
         return PeftEvidence(
             expected=farthest(_likeliest(adapter), _likeliest(base)),
             adapter=_farthest(one, adapter),
@@ -84,6 +96,32 @@ class Predictions(Models):
         if not all(known):
             raise UnsupportedAdapter("the server says tokens by their text, and more than one token has such a text")
         return known
+
+
+class _Scores(Predictions):
+    """The prompts as token ids, and the scores of each: with LoRA, and with the adapter's head alone."""
+
+    def _set_task(self, adapter: AdapterDir) -> None:
+        head = head_weight(saved_heads(Judge(rules=()).subject(adapter)))
+        if head is None:
+            raise UnsupportedAdapter(f"{adapter.root} has no classifier head")
+        self._classifier, self._auto = True, AutoModelForSequenceClassification
+        self._config.num_labels = head.shape[0]
+
+    def _both(self, *, streamed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        adapter, base = self._unmerged(None, streamed=streamed)
+        return adapter, base
+
+    def _answers(self, model: Any) -> torch.Tensor:
+        """Return the scores with LoRA and those without, [2, prompts, labels]."""
+        found = [self._scores(model)]
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.scaling = dict.fromkeys(module.scaling, 0.0)
+        return torch.stack([*found, self._scores(model)])
+
+    def _scores(self, model: Any) -> torch.Tensor:
+        return torch.stack([model(input_ids=torch.tensor([ids])).logits[0].float() for ids in self.ids])
 
 
 def _likeliest(rows: torch.Tensor) -> list[Answer]:

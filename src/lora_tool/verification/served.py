@@ -136,8 +136,6 @@ def _prepared(adapter: AdapterDir, base: ModelDir | str, question: Question) -> 
 
     Raises `MissingDependency`, `UnsupportedAdapter` for what is not run, and as `plan_merge` for what does not fit.
     """
-    if question.scores:
-        raise UnsupportedAdapter("only next tokens are compared with PEFT's, not scores")
     if isinstance(base, str):
         raise UnsupportedAdapter(base)
     require_packages(("torch", "transformers", "peft"), extra="merge")
@@ -147,7 +145,7 @@ def _prepared(adapter: AdapterDir, base: ModelDir | str, question: Question) -> 
 
     if base.weights.nbytes > _SLOW:
         told(f"running {base.root} with PEFT, whose answers the server's are compared with …")
-    return prepare(adapter, base, question.prompts)
+    return prepare(adapter, base, question.prompts, scores=question.scores)
 
 
 def _changes_nothing(adapter: AdapterDir, *, has_head: bool) -> bool:

@@ -21,7 +21,7 @@ _EXACT = 1e-4
 
 
 class PeftEvidence(Struct, frozen=True, kw_only=True):
-    """How far the server's log probabilities are from those of transformers and PEFT, computed in float32."""
+    """How far the server's answers are from those of transformers and PEFT, computed in float32."""
 
     expected: float
     """The largest difference that PEFT's adapter makes."""

@@ -55,8 +55,8 @@ def base_is_served(subject: ServedSubject) -> Iterator[Fault | Unchecked]:
 def other_than_peft(subject: ServedSubject) -> Iterator[Fault | Unchecked]:
     """The server's answers with the adapter are not PEFT's.
 
-    What it does: `lora-tool verify ADAPTER --served URL` compares the server's log probabilities with those of
-    transformers and PEFT in float32. It allows four times the distance that the answers of the base alone have, plus
+    What it does: `lora-tool verify ADAPTER --served URL` compares what the server answers with what transformers and
+    PEFT compute in float32. It allows four times the distance that the answers of the base alone have, plus
     0.0001.
     Why it matters: The server may apply only some of the modules, another scaling, or another adapter, and the text
     still reads well.
@@ -74,7 +74,7 @@ def other_than_peft(subject: ServedSubject) -> Iterator[Fault | Unchecked]:
         )
     elif found.peft.adapter > found.peft.allowed and found.applied:
         message = (
-            f"the log probabilities that {found.url} gives with `{found.adapter}` are up to {found.peft.adapter:.3g} "
+            f"the {found.what} that {found.url} gives with `{found.adapter}` are up to {found.peft.adapter:.3g} "
             f"from PEFT's; its arithmetic explains {found.peft.allowed:.2g}, and the adapter changes them by "
             f"{found.peft.expected:.3g}"
         )
