@@ -43,6 +43,8 @@ def test_an_adapter_that_is_applied(call: Caller, adapter: Path) -> None:
     assert [each["model"] for each in server.asked[1:5]] == ["base", "ours", "base", "ours"]
     assert len(server.asked) == 1 + 8 * 4
     assert _asked(call, adapter, moved, "--strict")[0].code == 5
+    several, _ = _asked(call, adapter, moved, str(adapter))
+    assert several.out.splitlines()[-1].split() == [str(adapter), "right"]
 
 
 def test_a_base_that_is_served_under_the_adapters_name(call: Caller, adapter: Path) -> None:

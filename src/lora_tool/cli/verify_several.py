@@ -77,7 +77,7 @@ def _row(seen: _Seen) -> Iterator[str]:
 
     summary = summary_json(found)
     yield "failed" if seen.code else "right"
-    yield f"{summary['right']} of {summary['tensors']}"
+    yield f"{summary['right']} of {summary['tensors']}" if found.served is None else ""
     yield "" if summary["largest_ulps"] is None else f"{summary['largest_ulps']:.2f} ulp"
     yield "" if found.pairs is None else f"{found.pairs.merged.accuracy:.3f}"
     yield as_cell(str(found.report.findings[0])) if seen.code and found.report.findings else ""
