@@ -23,7 +23,7 @@ from lora_tool.core.errors import LoraToolError, UnsupportedAdapter
 from lora_tool.formats.model_config import read_model_config
 from lora_tool.models.judges import JUDGE_TYPES, judge_class
 from tests.judging import codes, judge
-from tests.oracle.peft_merge import BF16, FP32, load_model, save_base, saved_tensors, train
+from tests.oracle.peft_merge import BF16, FP32, load_model, rewrite, save_base, saved_tensors, train
 from tests.oracle.tiny import Task
 from tests.quantised_models import quantise
 from tests.readme import DOCUMENTATION, ROOT
@@ -113,6 +113,20 @@ def test_a_model_scores_what_its_logits_say(model_type: str, tmp_path: Path) -> 
     before, after = saved_tensors(folder), saved_tensors(out)
     assert after.keys() - before.keys() == {"score.weight"}
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items() if name != "score.weight")
+
+
+def test_verify_computes_the_head_again(tmp_path: Path) -> None:
+    folder, out = judge_at(tmp_path / "judge", "llama"), tmp_path / "out"
+    convert(folder, "seq-cls", yes="yes", no="no", out=out)
+    with pytest.raises(LoraToolError, match="was converted from a model, but 1 adapter"):
+        verify(out, adapters=[folder])
+    table = saved_tensors(out)
+    rewrite(out, table | {"score.weight": table["score.weight"] * 1.01})
+    assert {finding.code for finding in verify(out).report.findings} == {"LT626"}
+    told = json.loads((out / "lora_tool.json").read_text())
+    (out / "lora_tool.json").write_text(json.dumps(told | {"asked": {"yes": 1}}))
+    with pytest.raises(LoraToolError, match="`asked`: "):
+        verify(out)
 
 
 def test_the_classes_are_those_of_transformers(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from lora_tool.adapters.view import AdapterView, view_of
 from lora_tool.checkpoints import ADAPTER, AdapterDir, ModelDir, open_checkpoint, require_whole
 from lora_tool.checkpoints.folders import read_folder
 from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
+from lora_tool.core.display import counted
 from lora_tool.core.errors import BadConfig, Defect, NotACheckpoint
 from lora_tool.core.tensors import TensorTable
 from lora_tool.formats import manifest as manifest_format
@@ -143,6 +144,12 @@ def seq_cls_inputs(
     asked for.
     """
     require_whole(made)
+    if len(adapters) > isinstance(made, AdapterDir):
+        what = "one adapter" if isinstance(made, AdapterDir) else "a model"
+        raise NotACheckpoint(
+            f"{made.root} was converted from {what}, but {counted(len(adapters), 'adapter')} came with it",
+            hint="give one: `adapters=A`" if isinstance(made, AdapterDir) else "give it: `base=MODEL`",
+        )
     try:
         asked = msgspec.convert(manifest.raw.get("asked"), Asked)
     except msgspec.ValidationError as error:

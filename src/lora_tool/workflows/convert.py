@@ -131,6 +131,8 @@ def _to_seq_cls(source: Reference, options: ConvertOptions, caller: Caller) -> D
     if options.out is not None:
         require_output(Path(options.out), options, source)
     found = _adapter_or_model(source)
+    if isinstance(found, ModelDir) and options.base is not None:
+        raise WrongValue(f"`base=MODEL` is for adapters, but {found.root} is {found.kind.with_article}")
     out = Path(options.out) if options.out is not None else beside(source_of(found.root), AdapterForm.SEQ_CLS)
     require_apart(out, options, found.root)
     from lora_tool.plans.convert.plan_seq_cls import plan_seq_cls  # after the inputs are known to be right

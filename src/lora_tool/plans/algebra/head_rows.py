@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from msgspec import Struct, field
 
@@ -34,15 +35,13 @@ class Layer(Struct, frozen=True, kw_only=True):
     lora: LoraTerm | None = None
     bias: StoredTensor | None = None
 
-    def row(self, number: int) -> Iterator[tuple[StoredTensor, float]]:
-        """Yield matrices of which the row of W + s·B·A is a sum, each row of theirs with its coefficient."""
-        yield self.replaced.get(number) or rows_of(self.weight, number, 1), 1.0
+    def row(self, number: int) -> Iterator[tuple[StoredTensor, Sequence[float]]]:
+        """Yield matrices, and what each of their rows is multiplied with, whose sum is the row of W + s·B·A."""
+        yield self.replaced.get(number) or rows_of(self.weight, number, 1), (1.0,)
         if self.lora is not None:
             from lora_tool.formats.stored_numbers import numbers  # numpy, only where values are read
 
-            (own,) = numbers(rows_of(self.lora.b, number, 1))
-            for at, value in enumerate(own):
-                yield rows_of(self.lora.a, at, 1), self.lora.scaling * float(value)
+            yield self.lora.a, (self.lora.scaling * numbers(rows_of(self.lora.b, number, 1))[0]).tolist()
 
 
 class Share(Struct, frozen=True, kw_only=True):
@@ -55,12 +54,14 @@ class Share(Struct, frozen=True, kw_only=True):
 
 def head_of_rows(rows: Sequence[Sequence[Share]]) -> Mix:
     """Return the operation that makes a head, each of whose rows is the sum of its shares. Reads rows of lora_B."""
-    coefficients: dict[StoredTensor, list[float]] = {}
+    found: dict[StoredTensor, list[list[float]]] = {}
     for at, shares in enumerate(rows):
         for share in shares:
-            for tensor, factor in share.layer.row(share.row):
-                coefficients.setdefault(tensor, [0.0] * len(rows))[at] += share.coefficient * factor
-    return Mix(parts=tuple(coefficients), matrix=SmallMatrix.of([*coefficients.values()]), below=True)
+            for tensor, factors in share.layer.row(share.row):
+                table = found.setdefault(tensor, [[0.0] * len(rows) for _ in factors])
+                for own, factor in zip(table, factors, strict=True):
+                    own[at] += share.coefficient * factor
+    return Mix(parts=tuple(found), matrix=SmallMatrix.of([*chain.from_iterable(found.values())]), below=True)
 
 
 def exact_type(head: Mix, dtype: DType) -> DType:
