@@ -55,9 +55,10 @@ METHODS = {
 }
 """Name on the command line → method."""
 GUARDED = {
-    "distillation": "trl distillation --config run.yaml",
+    "distillation": "lora-tool guard -- trl distillation --config run.yaml",
     **dict.fromkeys(
-        ("gkd", "gold", "ppo", "online_dpo", "xpo", "nash_md", "bco", "prm", "sdft", "sdpo", "tpo"), "python SCRIPT"
+        ("gkd", "gold", "ppo", "online_dpo", "xpo", "nash_md", "bco", "prm", "sdft", "sdpo", "tpo"),
+        "lora-tool guard -- python SCRIPT",
     ),
 }
-"""Other methods of TRL → the command that trains by one, which `lora-tool guard` runs."""
+"""Other methods of TRL → the command that trains by one under the guard."""

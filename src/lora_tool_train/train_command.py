@@ -25,7 +25,7 @@ class _Train(Sectioned):
         if other is not None and ctx.meta[__name__] is None:
             raise WrongValue(
                 f"train has no {other}: expected one of {', '.join(METHODS)}",
-                hint=f"run what trains by it under the same guard: lora-tool guard -- {GUARDED[other]}",
+                hint=f"run what trains by it under the same guard: {GUARDED[other]}",
             )
         return super().parse_args(ctx, args)
 
