@@ -388,3 +388,13 @@ def test_the_page_about_judges_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "page.py").write_text(program)
     runpy.run_path(str(tmp_path / "page.py"))
+
+
+def test_an_adapter_keeps_the_names_of_its_labels(tmp_path: Path) -> None:
+    adapter = ROOT / "fixtures" / "causal-llama" / "adapter"
+    graded = convert(adapter, "seq-cls", labels=["good= 1", "bad= 0"], out=tmp_path / "graded").path
+    merged = merge(graded, out=tmp_path / "merged").path
+    assert load_classifier(merged).config.id2label == {0: "good", 1: "bad"}
+    reward = convert(graded, "seq-cls", yes="good", no="bad", out=tmp_path / "reward").path
+    require_right(reward)
+    assert load_classifier(merge(reward, out=tmp_path / "one").path).config.num_labels == 1

@@ -9,6 +9,7 @@ from lora_tool.checkpoints.adapters import VALUE_HEAD as VALUE_HEAD
 from lora_tool.checkpoints.adapters import adapters_below as adapters_below
 from lora_tool.checkpoints.adapters import base_around as base_around
 from lora_tool.checkpoints.adapters import computed_from as computed_from
+from lora_tool.checkpoints.adapters import label_names as label_names
 from lora_tool.checkpoints.deepspeed import ZERO as ZERO
 from lora_tool.checkpoints.folders import Folder as Folder
 from lora_tool.checkpoints.fsdp import DCP as DCP

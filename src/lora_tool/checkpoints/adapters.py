@@ -16,6 +16,7 @@ from lora_tool.core.errors import BrokenFile
 from lora_tool.core.keys import PREFIX
 from lora_tool.formats import adapter_config, manifest, model_config
 from lora_tool.formats.adapter_config import read_adapter_config
+from lora_tool.formats.fields import is_strings
 from lora_tool.formats.weights import Weights, read_single
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -74,13 +75,28 @@ def computed_from(adapter: AdapterDir) -> dict[str, str]:
     Where only the fingerprint is known, the place is "". An adapter that nobody computed of others has none, nor has one
     whose manifest cannot be read.
     """
+    found = _manifest_of(adapter)
+    return {} if found is None else {**dict.fromkeys(found.merged_adapters, ""), **found.adapters}
+
+
+def label_names(adapter: AdapterDir) -> tuple[str, ...]:
+    """Return the names of the labels of a head that was made for this adapter, which PEFT's config has no place for, by
+    its manifest; none of any other adapter.
+    """
+    found = _manifest_of(adapter)
+    head = None if found is None else found.raw.get("head")
+    names = [each.get("label") for each in head if isinstance(each, dict)] if isinstance(head, list) else []
+    return tuple(names) if is_strings(names) else ()
+
+
+def _manifest_of(adapter: AdapterDir) -> manifest.Manifest | None:
+    """Return the manifest in an adapter's folder, None where it has none that can be read."""
     if manifest.FILE_NAME not in adapter.folder.files:
-        return {}
+        return None
     try:
-        found = manifest.read_manifest(adapter.root / manifest.FILE_NAME)
+        return manifest.read_manifest(adapter.root / manifest.FILE_NAME)
     except BrokenFile:
-        return {}
-    return {**dict.fromkeys(found.merged_adapters, ""), **found.adapters}
+        return None
 
 
 def base_around(adapter: AdapterDir) -> Path | None:

@@ -55,9 +55,14 @@ def config_file(base: ModelDir, changes: Mapping[str, Any]) -> SideFile:
     return SideFile(filename=model_config.FILE_NAME, content=content, reason=reason)
 
 
-def classifier_changes(base: ModelDir, class_name: str, num_labels: int, pad_token_id: int | None) -> dict[str, Any]:
-    """Return what `config.json` must say for `AutoModelForSequenceClassification` to build the same model."""
-    changes: dict[str, Any] = {"architectures": [class_name], **_labels(base, num_labels)}
+def classifier_changes(
+    base: ModelDir, class_name: str, num_labels: int, pad_token_id: int | None, names: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return what `config.json` must say for `AutoModelForSequenceClassification` to build the same model.
+
+    `names` are those of the labels, where there are as many; else they keep the base's.
+    """
+    changes: dict[str, Any] = {"architectures": [class_name], **_labels(base, num_labels, names)}
     if pad_token_id is not None:
         changes["pad_token_id"] = pad_token_id
         # transformers' classifiers read the pad token of the text config, not the outer one
@@ -74,9 +79,10 @@ def label_changes(base: ModelDir, num_labels: int) -> dict[str, Any]:
     )
 
 
-def _labels(base: ModelDir, num_labels: int) -> dict[str, Any]:
+def _labels(base: ModelDir, num_labels: int, names: Sequence[str] = ()) -> dict[str, Any]:
     raw = base.whole_config.raw
-    labels = raw.get("id2label")
+    named = len(names) == num_labels
+    labels = {str(at): name for at, name in enumerate(names)} if named else raw.get("id2label")
     if not isinstance(labels, dict) or len(labels) != num_labels:
         labels = {str(number): f"LABEL_{number}" for number in range(num_labels)}
     changes: dict[str, Any] = {

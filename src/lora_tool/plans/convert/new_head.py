@@ -9,7 +9,7 @@ from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
 from lora_tool.adapters.view import AdapterView
-from lora_tool.checkpoints import AdapterDir, ModelDir
+from lora_tool.checkpoints import AdapterDir, ModelDir, label_names
 from lora_tool.core.display import counted
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import PREFIX, parse
@@ -84,7 +84,7 @@ def head_for(source: AdapterDir | ModelDir, base: ModelDir, view: AdapterView | 
         )
     if _classifies(base, view):
         layer = score_layer(base, view)
-        names = _label_names(base, layer)
+        names = _label_names(base, layer, view)
         each = (Label(name=name, terms=((name, at, asked.scale),)) for at, name in enumerate(names))
         labels = labels_asked(asked, label_rows(names, source.root)) or tuple(each)
         return _made(source, layer, asked, labels, classifier=None)
@@ -112,10 +112,14 @@ def _classifies(base: ModelDir, view: AdapterView | None) -> bool:
     return names_classifier(base.whole_config.architectures) and (view is None or view.config.task_type is None)
 
 
-def _label_names(base: ModelDir, layer: Layer) -> list[str]:
-    """Return the names of a classifier's labels: the config's, where it has as many as the head has rows."""
-    table, rows = base.whole_config.raw.get("id2label"), layer.weight.shape[0]
+def _label_names(base: ModelDir, layer: Layer, view: AdapterView | None) -> list[str]:
+    """Return the names of a classifier's labels: its manifest's or config's, where it has as many as the head has rows."""
+    rows = layer.weight.shape[0]
+    table = base.whole_config.raw.get("id2label")
     named = {int(at): str(label) for at, label in table.items()} if isinstance(table, dict) else {}
+    own = () if view is None else label_names(view.adapter)
+    if len(own) == rows:
+        return [*own]
     return [named[at] if named.keys() == {*range(rows)} else f"LABEL_{at}" for at in range(rows)]
 
 

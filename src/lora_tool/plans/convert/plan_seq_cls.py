@@ -138,11 +138,8 @@ def _what(head: Head) -> str:
 
 def _config_changes(model: ModelDir, head: Head, pad_id: int | None) -> dict[str, Any]:
     raw, names = model.whole_config.raw, [label.name for label in head.labels]
-    changes = classifier_changes(
-        model, head.classifier or next(iter(model.whole_config.architectures)), len(names), pad_id
-    )
-    changes["id2label"] = {str(at): name for at, name in enumerate(names)}
-    changes["label2id"] = {name: at for at, name in enumerate(names)}
+    class_name = head.classifier or model.whole_config.architectures[0]
+    changes = classifier_changes(model, class_name, len(names), pad_id, names)
     return changes | {name: None for name in VLLM_FIELDS if name in raw}
 
 

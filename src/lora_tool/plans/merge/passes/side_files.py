@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from lora_tool.checkpoints import AdapterDir, ModelDir
+from lora_tool.checkpoints import AdapterDir, ModelDir, label_names
 from lora_tool.core.choices import number_of_bytes
 from lora_tool.core.options import Options, Section, option
 from lora_tool.models.ends import LANGUAGE_MODELS
@@ -36,7 +36,7 @@ from lora_tool.plans.base.side_files import (
 from lora_tool.plans.base.task import Task
 from lora_tool.plans.core.options import SHARD_SIZE
 from lora_tool.plans.core.steps import base_files, index_files, lay_out
-from lora_tool.plans.merge.draft import Draft
+from lora_tool.plans.merge.draft import Draft, Head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +104,16 @@ def _config_changes(draft: Draft, generation: Generation, pad_id: int | None) ->
         {} if draft.head is not None or draft.labels is None else label_changes(base, draft.labels),
         {} if vocabulary is None else vocabulary_changes(base, vocabulary.size),
         generation.config,
-        {}
-        if draft.head is None
-        else classifier_changes(base, draft.model.arch.sequence_classification or "", draft.head.num_labels, pad_id),
+        {} if draft.head is None else _of_classifier(draft, draft.head, pad_id),
     )
+
+
+def _of_classifier(draft: Draft, head: Head, pad_id: int | None) -> dict[str, Any]:
+    """Return a classifier's config fields; its labels have the names that the adapter with the head gives them."""
+    owner = next((part.adapter for part in draft.adapted if part.adapter.root == head.weight.path.parent), None)
+    names = () if owner is None else label_names(owner)
+    class_name = draft.model.arch.sequence_classification or ""
+    return classifier_changes(draft.base, class_name, head.num_labels, pad_id, names)
 
 
 def _pad_id(adapters: Sequence[AdapterDir], base: ModelDir) -> int | None:
