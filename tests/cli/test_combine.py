@@ -151,7 +151,7 @@ def test_an_equals_sign_in_a_path_is_no_weight(tmp_path: Path, monkeypatch: pyte
 
 def test_an_adapter_is_prepared_for_each_server(call: Caller, tmp_path: Path) -> None:
     for server, following in {
-        "vllm": "--max-lora-rank 4",
+        "vllm": "--max-lora-rank 8",
         "sglang": "sglang.launch_server",
         "llama.cpp": "adapter.gguf",
         "mlx": "mlx_lm.generate",

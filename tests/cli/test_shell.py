@@ -218,7 +218,7 @@ def test_a_usage_error_looks_as_every_other(call: Caller) -> None:
         (["combine", f"{REWARD}=0.5"], "-o PATH"),
         (["combine", "-o", "a b"], "ADAPTER"),
         (["resize", REWARD, "-o", "a b"], "--keep 0.99"),
-        (["extract", REWARD, "-o", "a"], "--base MODEL"),
+        (["extract", REWARD, "-o", "a"], "--keep 0.99"),
         (["convert", REWARD], "--to peft"),
         (["prepare", REWARD, "-o", "a"], "--for NAME"),
         (["push", REWARD], "REPO"),

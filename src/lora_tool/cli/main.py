@@ -45,7 +45,7 @@ _LISTED = {
     "Adapters": {
         "inspect": "Show what a folder is: targets, ranks, scalings, sizes, norms.",
         "diff": "Compare two adapters, or two models, module by module.",
-        "convert": "Rewrite an adapter in another format, or a judge as a reward model.",
+        "convert": "Rewrite an adapter in another form; a judge as a reward model.",
         "prepare": "Rewrite an adapter for a server, with the same ΔW.",
         "resize": "Lower an adapter's ranks with the least loss.",
         "combine": "Combine adapters into one weighted sum.",

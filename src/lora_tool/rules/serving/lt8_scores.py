@@ -39,7 +39,8 @@ def reward_becomes_a_probability(subject: Subject) -> Iterator[Fault]:
     config = _config_of_a_reward(subject)
     if config is None or config.get("problem_type") == _AS_IT_IS:
         return
-    if Server.VLLM in subject.servers and _is_changed_by_vllm(config):
+    servers = {each.partition("@")[0] for each in subject.servers}
+    if Server.VLLM in servers and _is_changed_by_vllm(config):
         served = (
             "RM-BASE --enable-lora"
             if isinstance(subject, AdapterSubject)
@@ -47,10 +48,10 @@ def reward_becomes_a_probability(subject: Subject) -> Iterator[Fault]:
         )
         message = "vLLM answers with sigmoid(reward), between 0 and 1, unless it is started with `use_activation` false"
         yield Fault(message=message, hint=f"vllm serve {served} {_RAW_IN_VLLM}")
-    if Server.SGLANG in subject.servers and isinstance(subject, ModelSubject):  # it serves no adapter's head
+    if Server.SGLANG in servers and isinstance(subject, ModelSubject):  # it serves no adapter's head
         message = "SGLang's /v1/classify answers 1.0 for every text: it takes the softmax of one score"
         yield Fault(message=message, hint="ask SGLang's /classify, whose `embedding` holds the reward")
-    if Server.PEFT in subject.servers:
+    if Server.PEFT in servers:
         message = "transformers' text-classification pipeline answers with sigmoid(reward), between 0 and 1"
         yield Fault(message=message, hint='call the pipeline with function_to_apply="none"')
 
