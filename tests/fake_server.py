@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -34,6 +35,7 @@ class FakeServer:
         self._pages = {"/v1/models": {"data": cards}, "/lora-adapters": loras}
         self._answer = answer
         self._socket = socket.create_server(("127.0.0.1", 0))
+        atexit.register(self._socket.close)  # of one that is never asked
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 
     @contextlib.contextmanager
