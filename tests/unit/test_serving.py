@@ -220,6 +220,32 @@ def test_vllm_gets_lora_of_zeros_on_the_other_matrices_of_experts(tmp_path: Path
     assert not verify(out).report.findings
 
 
+@pytest.mark.parametrize(
+    ("model_type", "class_name", "modules", "expected"),
+    [
+        ("gpt_oss", "GptOssForCausalLM", ["experts"], {"LT814"}),  # vLLM stops with an AssertionError
+        ("gpt_oss", "GptOssForCausalLM", ["experts.base_layer", "experts"], set()),
+        ("qwen3_moe", "Qwen3MoeForCausalLM", ["gate"], set()),
+        ("mixtral", "MixtralForCausalLM", ["gate"], {"LT820"}),
+    ],
+)
+def test_vllm_and_lora_on_parameters_of_a_known_class(
+    model_type: str, class_name: str, modules: list[str], expected: set[str], tmp_path: Path
+) -> None:
+    folder = copy_of(CAUSAL, tmp_path)
+    plain(folder)
+    fused = modules[-1] == "experts"
+    with edit.tensors(folder) as table, edit.fields(folder) as config:
+        for module in modules:
+            table.update(edit.lora(f"{IN}mlp.{module}", rows=16, columns=16, rank=(1 + fused) * config["r"]))
+        both = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        config["target_parameters"] = both[-len(modules) :] if fused else ["mlp.gate.weight"]
+    base = folder.parent / "base"
+    with edit.fields(base, "config.json") as config:
+        config |= {"model_type": model_type, "architectures": [class_name]}
+    assert codes(judge(folder, base=base, servers=["vllm"], select=("LT809", "LT814", "LT820"))) == expected
+
+
 def test_llama_cpp_gets_no_lora_that_it_does_not_apply(tmp_path: Path) -> None:
     folder = copy_of(CAUSAL, tmp_path)
     plain(folder)

@@ -165,8 +165,7 @@ def _require_form(
     of_form = in_the_way(view, form, based=base is not None, approximate=approximate)
     of_base = (found(view, form, judged) for found in (class_in_the_way, not_applied, names_in_the_way))
     found = [*of_form, *stacks_in_the_way(view, form, base), *(each for some in of_base for each in some)]
-    if base is None:
-        found += experts_in_the_way(view, form, judged)
+    found += [each for each in experts_in_the_way(view, form, judged) if base is None or not each.options]
     if found:
         options = " ".join(dict.fromkeys(option for each in found for option in each.options))
         raise UnsupportedAdapter(

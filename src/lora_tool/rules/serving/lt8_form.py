@@ -212,10 +212,11 @@ def _served_parameters(subject: AdapterSubject, form: ServingForm) -> Iterator[F
         fused = True
     names = subject.config.target_parameters or ()
     what = "LoRA on fused experts" if fused else f"LoRA on the parameter `{names[0]}`"
-    stacks = None if form.classes is None or not fused else form.classes.takes_stacks(subject.base)
+    classes = form.classes
+    if classes is not None and (classes.without_lora(subject.base) or (not fused and classes.of(subject.base))):
+        return  # a router is a module like others, by the name that LT820 compares
+    stacks = None if classes is None or not fused else classes.takes_stacks(subject.base)
     if stacks:
-        return
-    if form.classes is not None and form.classes.without_lora(subject.base):
         return
     unsure = form.some_models and stacks is None
     how = f"supports {what} only for some models" if unsure else f"does not read {what} as PEFT saves it"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
-from lora_tool.adapters.experts import EXPERT, experts_of, is_taken_for_stacks
+from lora_tool.adapters.experts import EXPERT, IN_EXPERT, experts_of, is_taken_for_stacks
 from lora_tool.adapters.fused_experts import fused_experts
 from lora_tool.adapters.gguf import layout_of
 from lora_tool.adapters.view import AdapterView
@@ -106,9 +107,10 @@ def _one_by_one(view: AdapterView, form: ServingForm, base: ModelDir | None = No
     root = shlex.quote(str(view.adapter.root))
     there = "BASE" if base is None else shlex.quote(str(base.root))
     command = f"lora-tool convert {root} --to peft-experts --base {there} -o EXPERTS"
+    has_them = base is None or any(map(IN_EXPERT.search, base.tensors))  # `convert` takes the names from there
     return Obstacle(
         text=f"LoRA on fused experts (`target_parameters`), which {form.name} reads as one tensor for each expert",
-        hint=f"write the experts one by one first: {command}" if form.experts else None,
+        hint=f"write the experts one by one first: {command}" if form.experts and has_them else None,
     )
 
 
@@ -228,6 +230,8 @@ def experts_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | No
     reads, held = form.together, {layer.target for layer in view.layers}
     if reads is None or not reads.stacks or reads.as_peft:
         return
+    if half := _half_of_stacks(view, form, base):
+        yield Obstacle(text=f"LoRA on only one parameter of {named(half, 2)}, which {form.name} reads only on both")
     layers = {experts_of(path) for path in held} - {None}
     missing = sorted(path for path in base.modules - held if experts_of(path) in layers) if base and layers else []
     if missing:
@@ -235,6 +239,14 @@ def experts_in_the_way(view: AdapterView, form: ServingForm, base: ModelDir | No
         yield Obstacle(text=text, options=(WITH_BASE,))
     elif base is None and (unpaired := lacking(held, reads)):
         yield Obstacle(text=f"{alone_text(unpaired)}, which {form.name} reads only together", options=(WITH_BASE,))
+
+
+def _half_of_stacks(view: AdapterView, form: ServingForm, base: ModelDir | None) -> list[str]:
+    """Return the fused experts with LoRA on one of their two parameters, for a class that reads them as PEFT packs them."""
+    if form.classes is None or not form.classes.takes_stacks(base):
+        return []
+    counts = Counter(layer.module.removesuffix(".base_layer") for layer in view.layers)
+    return [path for path, count in counts.items() if path.endswith(".experts") and count == 1]
 
 
 def of_type(types: Iterable[str]) -> str:
