@@ -21,7 +21,6 @@ from lora_tool.core.errors import UnsupportedCheckpoint
 from lora_tool.core.keys import PREFIX
 from lora_tool_megatron.model import EXPORT, GIVE, MOST_MATRICES, MegatronModel, Rows
 
-_OPTIMIZER = re.compile(r"(?:.*\.)?optimizer\.", re.DOTALL)
 _BRIDGE = re.compile(r".*\.adapter\.(?:.*\.)?linear_(?:in|out)\.weight\Z", re.DOTALL)
 _SWIFT = re.compile(r"(?:.*\.)?decoder\.layers\..*\.linear_(?:qkv|proj|fc[12])\.lora_[AB]\.", re.DOTALL)
 _TRAINED = re.compile(r".*\.(?:adapter|lora_[^.]+|modules_to_save)\.", re.DOTALL)
@@ -65,7 +64,7 @@ class ModulePlace(Struct, frozen=True, kw_only=True):
 
 def is_megatron(names: Mapping[str, Any]) -> bool:
     """Return whether some of the names are those of LoRA on Megatron's modules."""
-    return any((_BRIDGE.match(name) or _SWIFT.match(name)) and not _OPTIMIZER.match(name) for name in names)
+    return any(_BRIDGE.match(name) or _SWIFT.match(name) for name in names)
 
 
 def places(
@@ -77,9 +76,8 @@ def places(
     Raises `UnsupportedCheckpoint` for LoRA on modules that are not known, for tensors that were trained whole beside
     it, and for shapes that are not the model's.
     """
-    own = {name: shape for name, shape in shapes.items() if not _OPTIMIZER.match(name)}
-    adapter = {name: shape for name, shape in own.items() if _TRAINED.match(name)}
-    _require_nothing_else(own, adapter)
+    adapter = {name: shape for name, shape in shapes.items() if _TRAINED.match(name)}
+    _require_nothing_else(shapes, adapter)
     found: dict[str, ModulePlace] = {}
     for name, shape in adapter.items():
         for new, place in _places(name, shape, model, (cuts or {}).get(name, 1)):

@@ -87,6 +87,8 @@ def iteration_state(checkpoint: ShardedDir, *, tag: str | None = None, or_newest
     if not isinstance(state, MegatronState):
         if is_folder(beside := state.folder.absolute().parent / _ADAPTER_OF_RANKS):
             refuse_files(read_folder(beside), adapter=True)
+        if not stored.entries:
+            refuse_files(read_folder(stored.folder), adapter=True)
         state = replace(state, title=state.title.replace("FSDP", "Megatron", 1))
     saved = SavedTags(
         root=checkpoint.root, names=tuple(checkpoint.rank_files), latest=checkpoint.latest, pointer=POINTER

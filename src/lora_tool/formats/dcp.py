@@ -29,7 +29,7 @@ from lora_tool.formats.pickle_names import problems_of
 from lora_tool.formats.pickle_objects import MOST_DIMENSIONS, Global, Stub
 from lora_tool.formats.pickles import MAX_PICKLE_BYTES, load, no_storage
 from lora_tool.formats.pieces import Piece, assembled
-from lora_tool.formats.state_dicts import TO_ONE_FILE, module_names
+from lora_tool.formats.state_dicts import TO_ONE_FILE, module_names, of_optimizer
 from lora_tool.formats.torch_objects import ElementType, LazyTensor
 from lora_tool.formats.torch_zip import PickleMemory, Record, read_torch_file
 from lora_tool.formats.weights import is_bare
@@ -228,7 +228,7 @@ def _state_of(path: tuple[Any, ...]) -> str:
     """Return the state that a tensor other than a weight belongs to: its first keys, or the flattened optimizer's."""
     first = str(path[0])
     if len(path) == 1:
-        return first.partition(".")[0] if first.startswith("state.") else first
+        return of_optimizer(first) or (first.partition(".")[0] if first.startswith("state.") else first)
     return ".".join(map(str, path[: min(2, len(path) - 1)]))
 
 
@@ -237,6 +237,8 @@ def _parameter_of(path: tuple[Any, ...]) -> str:
 
     The keys are `optimizer`, `state`, the parameter's name and a moment like `exp_avg`; some may be joined with dots.
     """
+    if len(path) == 1 and of_optimizer(str(path[0])):
+        return ""
     _, marked, rest = ("." + ".".join(map(str, path))).partition(".state.")
     return rest.rpartition(".")[0] if marked else ""
 

@@ -45,7 +45,9 @@ def module_names(path: Path, paths: Mapping[str, tuple[Any, ...]], module: str |
     weights = {
         fqn: keys
         for fqn, keys in paths.items()
-        if OTHER_KEYS.isdisjoint(keys[:-1][:_DEEPEST]) and not _is_moment(keys, held)
+        if OTHER_KEYS.isdisjoint(keys[:-1][:_DEEPEST])
+        and not _is_moment(keys, held)
+        and not of_optimizer(str(keys[-1]))
     }
     modules = {keys[:depth] for keys in weights.values() if (depth := _depth(keys))} or _unnamed(weights.values())
     if not modules and module is None:
@@ -73,6 +75,15 @@ def _chosen(modules: Mapping[str, tuple[Any, ...]], path: Path, wanted: str | No
         f"{path} holds the states of {len(found)} modules: {some(found)}",
         hint=f"choose one: lora-tool consolidate {folder} --tag {shlex.quote(found[0])}",
     )
+
+
+def of_optimizer(name: str) -> str:
+    """Return the beginning of a name of several parts that is an optimizer's, "" of any other.
+
+    Megatron writes them without keys above: ``optimizer.state.exp_avg.…``, ``chained_0.optimizer.distributed.…``.
+    """
+    above, found, _ = f".{name}".partition(".optimizer.")
+    return f"{above}.optimizer"[1:] if found else ""
 
 
 def _is_moment(keys: tuple[Any, ...], held: Container[tuple[Any, ...]]) -> bool:

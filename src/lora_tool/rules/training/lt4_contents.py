@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from lora_tool.core.display import and_more, counted
+from lora_tool.core.display import and_more, counted, some
 from lora_tool.core.keys import PREFIX, has_lora_factor
 from lora_tool.core.report import Severity
 from lora_tool.rules.engine.registry import Fault, Need, rule
@@ -156,6 +156,10 @@ def without_adapter(subject: ShardedSubject) -> Iterator[Fault]:
     state = subject.state
     names = state.entries
     if not (state.lists_all_names and state.has_module_names):
+        return
+    if not names and state.beside:
+        message = f"holds no weights, but what training goes on from beside them: {some(state.beside)}"
+        yield Fault(path=state.folder, message=message, hint="look for the weights among the other files of this save")
         return
     if not names:
         why = "holds no tensor"
