@@ -10,6 +10,12 @@ EDITS = {
     "LT501 output of a classifier": Edit(
         REWARD, target="lm_head", tensors=lora("lm_head", rows=304, columns=16), with_base=True
     ),
+    "LT501 below another name": Edit(
+        CAUSAL, renamed=lambda name: name.replace("base_model.model.", "base_model.model.thinker."), with_base=True
+    ),
+    "LT501 below the base model of another class": Edit(
+        CAUSAL, renamed=lambda name: name.replace("base_model.model.", "base_model.model.transformer."), with_base=True
+    ),
     "LT502": Edit(CAUSAL, tensors={"{Q_PROJ}.lora_A.weight": raw(4, 24)}, with_base=True),
     "LT502 rows": Edit(REWARD, tensors={"{Q_PROJ}.lora_B.weight": raw(24, 4)}, with_base=True),
     "LT502 head": Edit(REWARD, tensors={"{SCORE}": raw(1, 24, dtype="BF16")}, with_base=True),

@@ -235,7 +235,13 @@ def _misfits_parameter(subject: AdapterSubject, match: BaseMatch, layer: LoraLay
     if len(weight.shape) not in (MATRIX, MATRIX + 1) or (a.shape, b.shape) != ((rank, needed[1]), (needed[0], rank)):
         factors = f"{list(a.shape)} and its lora_B {list(b.shape)}"
         message = f"{factors} do not fit `{name}` {list(weight.shape)} at rank {subject.config.rank(name)}"
-        yield Fault(subject=a.name, message=message)
+        # as Automodel saved them at first
+        if (a.shape, b.shape) == ((rank, needed[0]), (needed[1], rank)):
+            message += ": lora_A and lora_B are swapped, and transposed"
+            hint = "save the adapter again with the program that trained it, in a version that does not swap them"
+            yield Fault(subject=a.name, message=message, hint=hint)
+        else:
+            yield Fault(subject=a.name, message=message)
 
 
 def _heads_of_other_width(subject: AdapterSubject, match: BaseMatch) -> Iterator[Fault]:

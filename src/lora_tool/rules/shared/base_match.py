@@ -19,7 +19,7 @@ from lora_tool.formats.adapter_config import AdapterConfig
 from lora_tool.formats.model_config import ModelConfig
 from lora_tool.models import Architecture, architecture_of
 from lora_tool.models.ends import embeddings, head_of, is_new_module
-from lora_tool.models.model_tensors import base_prefixes, tied_modules
+from lora_tool.models.model_tensors import base_prefixes, prefixes_of, tied_modules
 from lora_tool.models.text_classes import TEXT_CLASSES, TextClass
 from lora_tool.rules.engine.base_match import BaseMatch
 from lora_tool.rules.engine.subjects import AdapterSubject
@@ -57,11 +57,13 @@ def match_base(base: ModelDir, adapter: AdapterConfig, modules: Iterable[str]) -
 def _best_match(base: ModelDir, arch: Architecture, wanted: Sequence[str]) -> BaseMatch:
     """Return the match that finds most of the modules `wanted`, if possible without removing or adding a prefix."""
     best, most = BaseMatch(base=base, arch=arch), -1
-    for strip, add in _shifts(wanted[0], base.modules) if wanted else ():
+    for strip, add in _shifts(wanted[0], base.modules, arch) if wanted else ():
         match = BaseMatch(base=base, arch=arch, strip=strip, add=add)
         found = sum(map(base.modules.__contains__, map(match.name, wanted)))
         if found > most:
             best, most = match, found
+        if found == len(wanted):  # as nearly always
+            break
     return best
 
 
@@ -156,11 +158,12 @@ def _text_match(base: ModelDir, text: TextClass, held: frozenset[str], wanted: S
     return match if found > as_they_are and not any(map(IN_EXPERT.search, held)) else None
 
 
-def _shifts(module: str, held: frozenset[str]) -> Iterator[tuple[str, str]]:
+def _shifts(module: str, held: frozenset[str], arch: Architecture) -> Iterator[tuple[str, str]]:
     """Yield (prefix to remove, prefix to add) for a module path; first none."""
     yield "", ""
-    first, dot, _ = module.partition(".")
-    if dot:
+    first, _, rest = module.partition(".")
+    own = frozenset(prefixes_of(arch.model_type).values()) or base_prefixes()
+    if rest and first in own and rest.partition(".")[0] not in own - {first}:  # no class has a base model in another
         yield f"{first}.", ""
     for name in sorted(held):
         if name.endswith(f".{module}"):
