@@ -5,10 +5,13 @@ from __future__ import annotations
 import click
 from click.shell_completion import FishComplete, add_completion_class, get_completion_class
 
+from lora_tool.cli.typed_name import COMPLETION, HF, OURS
+from lora_tool.core.errors import LoraToolError
+
 _WHERE = {
     "bash": 'add to ~/.bashrc: eval "$(lora-tool completion bash)"',
     "zsh": 'add to ~/.zshrc: autoload -Uz compinit && compinit && eval "$(lora-tool completion zsh)"',
-    "fish": "run: lora-tool completion fish > ~/.config/fish/completions/lora-tool.fish",
+    "fish": "run: lora-tool completion fish > ~/.config/fish/completions/{name}.fish",
 }
 
 
@@ -28,6 +31,11 @@ def command(context: click.Context, shell: str) -> None:
     if completion is None:
         raise AssertionError(f"click cannot complete commands in {shell}")
     root = context.find_root()
-    script = completion(root.command, {}, root.info_name or "lora-tool", "_LORA_TOOL_COMPLETE").source()
-    click.echo(script)
-    click.echo(_WHERE[shell], err=True)
+    name = root.info_name or OURS
+    if name == HF:
+        raise LoraToolError(
+            "a shell completes the words after the name of a program, and hf asks no extension for them",
+            hint="pipx install lora-tool, whose commands it completes",
+        )
+    click.echo(completion(root.command, {}, name, COMPLETION).source())
+    click.echo(_WHERE[shell].replace("{name}", name), err=True)

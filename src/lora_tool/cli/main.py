@@ -23,6 +23,7 @@ from click.core import ParameterSource
 
 from lora_tool.cli.exit_codes import CANNOT, INTERRUPTED, MEANINGS, NOBODY_READS, exit_code
 from lora_tool.cli.terminal import leave_stdout, retyped, show_error, warn
+from lora_tool.cli.typed_name import COMPLETION, OURS, speak_as, typed_name
 from lora_tool.core import doors
 from lora_tool.core.display import printable
 from lora_tool.core.errors import LoraToolError, WrongValue, of_system
@@ -234,6 +235,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         if signal.getsignal(ending) is signal.SIG_DFL:  # `nohup` has the second ignored
             signal.signal(ending, _as_interrupt)
     _open_streams()
+    name = _spoken_name()
     listener.set(_note)
     reasons.set(lambda _: None)  # until a command is asked to be verbose
     words = sys.argv[1:] if args is None else args
@@ -242,7 +244,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     # thousand tensors is two million objects
     gc.set_threshold(3_000_000, 100)
     try:
-        code = cli.main(args=args, prog_name="lora-tool", standalone_mode=False, obj=words)
+        code = cli.main(args=args, prog_name=name, complete_var=COMPLETION, standalone_mode=False, obj=words)
         sys.stdout.flush()
     except (click.exceptions.Abort, KeyboardInterrupt):
         with contextlib.suppress(OSError):  # the terminal may be gone
@@ -365,6 +367,14 @@ def _open_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w", encoding="utf-8"))
         elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
+
+
+def _spoken_name() -> str:
+    """Return the name that was typed, after which stdout and stderr call commands by it."""
+    name = typed_name()
+    if name != OURS:
+        speak_as(name, (*COMMANDS, *doors.entry_points(doors.COMMANDS)))
+    return name
 
 
 def _note(what: str) -> None:
