@@ -14,31 +14,57 @@ from pathlib import Path
 
 import click
 
-from lora_tool.cli.main import all_commands, cli
+from lora_tool.cli.exit_codes import MEANINGS
+from lora_tool.cli.main import all_commands, cli, listed_commands
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCUMENTATION = ROOT / ".github" / "docs"
-PAGES = (README, *sorted(DOCUMENTATION.rglob("*.md")))
+SKILL = ROOT / ".github" / "skills" / "lora-tool" / "SKILL.md"
+"""What an agent reads that is to use the program."""
+PAGES = (README, SKILL, *sorted(DOCUMENTATION.rglob("*.md")))
 """Whatever a user reads: each transcript in it is typed, each command held against the program's own."""
 TUTORIAL = DOCUMENTATION / "tasks" / "zero3-reward-model.md"
 """The whole way from training to a model that is loaded from the Hub; a test of its own, in tests/hub, travels it."""
 
 
-def command_table() -> str:
-    """Return every command with its arguments and the line that `lora-tool --help` has for it."""
+def command_table(*headings: str) -> str:
+    """Return the commands of these headings of `lora-tool --help`, or all: arguments, and the line that it has for each."""
     context = click.Context(cli, info_name="lora-tool", **cli.context_settings)
     lines = ["| command | what it does |", "|---|---|"]
-    for name, line in all_commands().items():
-        command = cli.get_command(context, name)
-        assert command is not None
+    listed = [row for heading in headings for row in listed_commands()[heading].items()]
+    for name, line in listed or all_commands().items():
+        command = _command(name)
         usage = command.collect_usage_pieces(click.Context(command, info_name=name, parent=context))
         arguments = " ".join(piece.replace("...", "…").replace("|", "\\|") for piece in usage if piece != "[OPTIONS]")
         lines.append(f"| `{' '.join(filter(None, ('lora-tool', name, arguments)))}` | {line} |")
     return "\n".join(lines)
 
 
-TABLES = {"commands": command_table}
+def json_line() -> str:
+    """Return which commands have no `--json`."""
+    lacking = [f"`{name}`" for name in all_commands() if not any("--json" in one.opts for one in _command(name).params)]
+    return f"Every command has `--json` but {', '.join(lacking)}."
+
+
+def exit_codes() -> str:
+    """Return every exit code with what it means."""
+    rows = (f"| {code} | {meaning.replace('|', chr(92) + '|')} |" for code, meaning in MEANINGS.items())
+    return "\n".join(("| exit code | means |", "|---|---|", *rows))
+
+
+def _command(name: str) -> click.Command:
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    return command
+
+
+TABLES = {
+    "commands": command_table,
+    "start": lambda: command_table("Start here"),
+    "json": json_line,
+    "exit-codes": exit_codes,
+}
 
 
 def rewritten(text: str) -> str:

@@ -26,6 +26,7 @@ maximum_signature_line_length = 80  # longer ones have a parameter a line
 html_theme = "furo"
 html_title = f"lora-tool {version}"
 html_static_path = ["_static"]
+html_extra_path = ["../skills"]
 html_css_files = ["code.css"]
 html_js_files = [("copy.js", {"defer": "defer"})]
 html_theme_options = {

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from importlib import resources
+from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any
 
@@ -150,10 +151,22 @@ def _said_once(_app: Sphinx, _context: click.Context, lines: list[str]) -> None:
     lines.clear()
 
 
+def write_index(app: Sphinx, error: Exception | None) -> None:
+    """Write llms.txt beside the pages: what each is called and answers, in the form of https://llmstxt.org."""
+    if error is not None or app.builder.format != "html":
+        return
+    lines = ["# lora-tool", "", f"> {cli.help.splitlines()[0] if cli.help else ''}", ""]
+    lines += ["- [SKILL.md](lora-tool/SKILL.md): the commands, exit codes and `--json` for an agent"]
+    for page in app.env.toctree_includes["index"]:
+        lines.append(f"- [{app.env.titles[page].astext()}]({page}.html)")
+    (Path(app.outdir) / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Enter the directive, and what is mended of sphinx-click's text."""
     app.add_directive("read-off", ReadOff)
     for part in ("description", "options", "epilog"):
         app.connect(f"sphinx-click-process-{part}", _plain_help)
     app.connect("sphinx-click-process-envvars", _said_once)
+    app.connect("build-finished", write_index)
     return {"parallel_read_safe": True}

@@ -15,10 +15,22 @@ import pytest
 
 import lora_tool
 from lora_tool.cli.configuration import configuration
+from lora_tool.cli.exit_codes import MEANINGS
 from lora_tool.cli.main import all_commands, cli
 from lora_tool.models import ARCHITECTURES
 from tests.cli.calling import Caller
-from tests.readme import DOCUMENTATION, PAGES, README, ROOT, TUTORIAL, as_shown, local_hub, rewritten, transcripts
+from tests.readme import (
+    DOCUMENTATION,
+    PAGES,
+    README,
+    ROOT,
+    SKILL,
+    TUTORIAL,
+    as_shown,
+    local_hub,
+    rewritten,
+    transcripts,
+)
 
 TEXTS = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
 
@@ -53,6 +65,11 @@ def test_transcript_prints_what_it_shows(page: Path, clone: Path, capsys: pytest
 
 def test_the_readme_is_for_somebody_in_a_hurry() -> None:
     assert README.stat().st_size <= 10_000
+
+
+def test_an_agent_is_told_what_to_do_at_each_exit_code() -> None:
+    said = re.findall(r"^- (.*?): ", SKILL.read_text(), re.MULTILINE)
+    assert re.findall(r"\*\*(\d+)\*\*", "".join(said)) == [str(code) for code in MEANINGS if code]
 
 
 EXAMPLES = "".join([*blocks("python"), *blocks("python", PYTHON)])

@@ -94,6 +94,13 @@ def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site: P
                 assert anchor in pages[reached].anchors, f"{path.name}: {link}"
 
 
+def test_llms_txt_lists_every_page(site: Path) -> None:
+    listed = re.findall(r"\]\((.+?)\)", (site / "llms.txt").read_text())
+    pages = {str(page.relative_to(DOCUMENTATION).with_suffix(".html")) for page in DOCUMENTATION.rglob("*.md")}
+    assert set(listed) == pages - {"index.html"} | {"lora-tool/SKILL.md"}
+    assert all((site / path).is_file() for path in listed)
+
+
 def test_pages_can_be_read_where_they_lie() -> None:
     for page in (README, *(ROOT / ".github").glob("*.md"), *PAGES):
         for link in re.findall(r"\]\(([^)#:]+?)(?:#[^)]*)?\)", page.read_text()):
