@@ -44,14 +44,14 @@ _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _U32, _F32, _TEXT, _ARRAY = 4, 6, 8, 9
 
 Value = str | bool | int | float
-Fields = Mapping[str, Value | tuple[Value, ...]]
+GgufFields = Mapping[str, Value | tuple[Value, ...]]
 
 
 class GgufFile(Struct, frozen=True, kw_only=True):
     """A GGUF file: its tensors with what is wrong with them, and its fields, of long arrays the first elements."""
 
     weights: WeightsFile
-    fields: Fields
+    fields: GgufFields
 
 
 def scan_gguf(path: Path) -> GgufFile:
@@ -107,7 +107,7 @@ class _Reader:
         self._held, self._first = b"", 0
         self._corrupt = partial(CorruptFile.of, path)
 
-    def header(self) -> tuple[Fields, list[_Entry]]:
+    def header(self) -> tuple[GgufFields, list[_Entry]]:
         if self._take(4) != _MAGIC:
             raise self._corrupt(Defect.BAD_HEADER, "does not start with GGUF")
         version = self._number("<I")
@@ -175,7 +175,7 @@ class _Reader:
         return self._held[start : start + nbytes]
 
 
-def gguf_header(specs: Sequence[TensorSpec], fields: Fields) -> bytes:
+def gguf_header(specs: Sequence[TensorSpec], fields: GgufFields) -> bytes:
     """Return the header of a file that holds `specs` one after the other without gaps, as `scan_gguf` reads it back.
 
     The alignment is the largest that all their sizes have, 32 at most. Raises ValueError for a name, a type or a number

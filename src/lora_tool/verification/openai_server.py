@@ -41,7 +41,7 @@ _ABSENT = -1000.0
 """Below this a log probability stands for minus infinity, which JSON does not have: vLLM writes -9999."""
 
 Prompt = str | Sequence[int]
-Answer = Mapping[str | int, float]
+NextTokens = Mapping[str | int, float]
 """The likeliest next tokens, by their ids where the server says those, each with its log probability; or scores."""
 
 
@@ -79,7 +79,7 @@ class OpenAIServer(Struct, frozen=True, kw_only=True):
         """Return the JSON at `path`. Raises `ServerError`, and `ServerUnreachable` where a retry may succeed."""
         return self._answer(path)
 
-    def predict(self, model: Mapping[str, Any], prompt: Prompt) -> Answer:
+    def predict(self, model: Mapping[str, Any], prompt: Prompt) -> NextTokens:
         """Return the tokens that the `model`, the fields of a request that name it, finds likeliest after the prompt.
 
         Raises as `get`, and `ServerError` where the answer holds no log probabilities.
@@ -97,7 +97,7 @@ class OpenAIServer(Struct, frozen=True, kw_only=True):
             )
         return found
 
-    def score(self, model: Mapping[str, Any], text: Prompt) -> Answer:
+    def score(self, model: Mapping[str, Any], text: Prompt) -> NextTokens:
         """Return the scores that the `model`, a classifier, gives the text, by their labels' numbers. Raises as `predict`.
 
         `use_activation` is vLLM's: without it there are probabilities, in which large differences vanish.
@@ -214,7 +214,7 @@ def _start_of(text: str, key: str = "") -> str:
     return redacted(shortened(printable(text.replace(key, "***") if key else text), _LONGEST))
 
 
-def _likeliest(said: Mapping[str, Any]) -> Answer:
+def _likeliest(said: Mapping[str, Any]) -> NextTokens:
     """Return the tokens of the first position, from the form of llama.cpp (`content`) or from OpenAI's.
 
     llama.cpp and vLLM (`token_id:5`) say ids; SGLang says the text of a token.
@@ -232,12 +232,12 @@ def _id_in(name: str) -> str | int:
     return int(number) if number != name and number.isdecimal() else name
 
 
-def farthest(one: Sequence[Answer], other: Sequence[Answer]) -> float:
+def farthest(one: Sequence[NextTokens], other: Sequence[NextTokens]) -> float:
     """Return the largest difference of two log probabilities of one token, over all prompts."""
     return max(map(_distance, one, other))
 
 
-def _distance(one: Answer, other: Answer) -> float:
+def _distance(one: NextTokens, other: NextTokens) -> float:
     """Return the largest difference of a token's log probabilities, or the least that it can be where one is not said.
 
     A token that is not among the likeliest has at most the log probability of the last one of those.

@@ -14,7 +14,7 @@ from lora_tool.rules.judging import Judge
 from lora_tool.rules.serving.asked import PeftEvidence
 from lora_tool.verification.inputs import tokenized, tokenizer_in
 from lora_tool.verification.models import Models, asking
-from lora_tool.verification.openai_server import MOST, Answer, farthest
+from lora_tool.verification.openai_server import MOST, NextTokens, farthest
 
 try:
     import torch
@@ -59,7 +59,7 @@ class Predictions(Models):
         if self._classifier:
             raise UnsupportedAdapter(f"{self._provenance.base.root} is a classifier, {adapter.root} is of none")
 
-    def compared(self, served: Sequence[Answer], served_base: Sequence[Answer]) -> PeftEvidence:
+    def compared(self, served: Sequence[NextTokens], served_base: Sequence[NextTokens]) -> PeftEvidence:
         """Return how far a server's answers to the `ids` are from those of PEFT, which runs both models for this.
 
         Raises `UnsupportedAdapter` as `asking`, and for tokens that are said by a text that more than one has.
@@ -83,7 +83,7 @@ class Predictions(Models):
         found = [model(input_ids=torch.tensor([ids])).logits[0, -1].float().log_softmax(-1) for ids in self.ids]
         return torch.stack(found)
 
-    def _by_id(self, answers: Sequence[Answer]) -> list[dict[int, float]]:
+    def _by_id(self, answers: Sequence[NextTokens]) -> list[dict[int, float]]:
         """Return the answers with the ids of tokens. Raises `UnsupportedAdapter` where one has none that is known."""
         texts: dict[str, int] = {}
         if any(isinstance(token, str) for answer in answers for token in answer):
@@ -124,7 +124,7 @@ class _Scores(Predictions):
         return torch.stack([model(input_ids=torch.tensor([ids])).logits[0].float() for ids in self.ids])
 
 
-def _likeliest(rows: torch.Tensor) -> list[Answer]:
+def _likeliest(rows: torch.Tensor) -> list[NextTokens]:
     """Return of each row what a server would say of it."""
     values, tokens = rows.topk(min(MOST, rows.shape[1]))
     return [dict(zip(*pair, strict=True)) for pair in zip(tokens.tolist(), values.tolist(), strict=True)]

@@ -30,7 +30,7 @@ _PROGRAMS = {"vllm": Server.VLLM, "sglang": Server.SGLANG, "llamacpp": Server.LL
 """`owned_by` of an entry of a server's list → the server that writes this."""
 
 
-class Card(Struct, frozen=True, kw_only=True):
+class ListedModel(Struct, frozen=True, kw_only=True):
     """One entry of a server's list: `root` is the path or id that it was loaded from, `parent` an adapter's base."""
 
     id: str
@@ -58,15 +58,15 @@ def served_models(
     return _named(asked, cards[0]), _named(base, cards[0])
 
 
-def _named(name: str, card: Card) -> ServedModel:
+def _named(name: str, card: ListedModel) -> ServedModel:
     return ServedModel(name=printable(name), fields={"model": name}, program=_PROGRAMS.get(card.owner))
 
 
-def _cards(server: OpenAIServer) -> list[Card]:
+def _cards(server: OpenAIServer) -> list[ListedModel]:
     answer = server.get("/v1/models")
     try:
         cards = [
-            Card(
+            ListedModel(
                 id=str(each["id"]),
                 root=each.get("root"),
                 parent=each.get("parent"),
@@ -86,17 +86,17 @@ def _places(given: Collection[str]) -> frozenset[str]:
     return frozenset(os.path.realpath(each) if Path(each).exists() else each for each in given)
 
 
-def _is_at(card: Card, places: frozenset[str]) -> bool:
+def _is_at(card: ListedModel, places: frozenset[str]) -> bool:
     return bool(places & _places([each for each in (card.root, card.id) if each]))
 
 
 def _adapter_among(
-    cards: Sequence[Card], places: frozenset[str], base_places: frozenset[str], wanted: str | None, url: str
-) -> Card:
+    cards: Sequence[ListedModel], places: frozenset[str], base_places: frozenset[str], wanted: str | None, url: str
+) -> ListedModel:
     if wanted is not None:
         base, colon, _ = wanted.partition(":")
         parent = base if colon and any(card.id == base for card in cards) else None
-        unlisted = Card(id=wanted, parent=parent)  # a server may load it when it is asked
+        unlisted = ListedModel(id=wanted, parent=parent)  # a server may load it when it is asked
         return next((card for card in cards if card.id == wanted), unlisted)
     adapters = [card for card in cards if card.parent]
     here = [card for card in cards if _is_at(card, places)]
@@ -117,7 +117,7 @@ def _adapter_among(
     )
 
 
-def _base_of(adapter: Card, cards: Sequence[Card], base_places: frozenset[str], url: str) -> str:
+def _base_of(adapter: ListedModel, cards: Sequence[ListedModel], base_places: frozenset[str], url: str) -> str:
     if any(card.id == adapter.parent for card in cards):  # vLLM lets users say what they like
         return str(adapter.parent)
     others = [card for card in cards if not card.parent and card.id != adapter.id]
@@ -130,7 +130,7 @@ def _base_of(adapter: Card, cards: Sequence[Card], base_places: frozenset[str], 
     )
 
 
-def _list(cards: Sequence[Card]) -> str:
+def _list(cards: Sequence[ListedModel]) -> str:
     return some([f"`{printable(card.id)}`" for card in cards])
 
 

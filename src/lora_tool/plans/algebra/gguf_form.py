@@ -15,7 +15,7 @@ from lora_tool.adapters.fused_experts import FusedExperts
 from lora_tool.adapters.gguf import OF_PARAMETER, GgufLayout
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.tensors import DType
-from lora_tool.formats.gguf import ARCHITECTURE, KIND, Fields, gguf_header
+from lora_tool.formats.gguf import ARCHITECTURE, KIND, GgufFields, gguf_header
 from lora_tool.formats.stored import transposed
 from lora_tool.models.gguf_names import ALPHA, GGUF_WEIGHTS
 from lora_tool.plans.algebra.factor_steps import factor_ops, padded_steps, step_of, zero_rows
@@ -33,7 +33,7 @@ _ALIKE = 1e-7
 class GgufShard(Shard, frozen=True, kw_only=True):
     """An output file in GGUF, with its fields."""
 
-    fields: Fields
+    fields: GgufFields
 
     @property
     def header(self) -> bytes:
@@ -56,7 +56,7 @@ class GgufFactors(Struct, frozen=True, kw_only=True):
     @property
     def shard(self) -> GgufShard:
         """The file. Raises `UnsupportedAdapter` where rows are not those of the base's heads."""
-        fields: Fields = {
+        fields: GgufFields = {
             ARCHITECTURE: self.layout.names.architecture,
             KIND: "adapter",
             "adapter.type": "lora",
