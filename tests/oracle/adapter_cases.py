@@ -89,18 +89,22 @@ class Case:
         base = save_model(self.make(), folder / "base", dtype or self.dtype)
         if self.edit_base is not None:
             self.edit_base(base)
+        return base, self.trained(base, folder / "adapter")
+
+    def trained(self, base: Path, folder: Path) -> Path:
+        """Write an adapter of the base, and return its folder."""
         model, lora = self.load(base), {"target_modules": "all-linear", **self.lora}
         if self.experts:
             lora["target_parameters"] = experts(model) or None
         lora["task_type"] = TASK_TYPES[self.task] if self.task_type == BY_THE_TASK else self.task_type
-        train(model, folder / "adapter", save=self.save, options=self.options, **lora)
-        adapter = folder / "adapter" / self.options.get("adapter_name", ".")
+        train(model, folder, save=self.save, options=self.options, **lora)
+        adapter = folder / self.options.get("adapter_name", ".")
         if self.adapter_dtype is not None:
             table = {name: tensor.to(self.adapter_dtype) for name, tensor in saved_tensors(adapter).items()}
             save_file(table, adapter / "adapter_model.safetensors")
         if self.edit is not None:
             self.edit(adapter)
-        return base, adapter
+        return adapter
 
     @property
     def summed(self) -> bool:
