@@ -41,7 +41,7 @@ def jobs() -> dict[str, str]:
 
 FILES: dict[str, tuple[str | Path, ...]] = {
     "vendor.github-actions": (ACTION,),
-    "vendor.github-workflows": ("github", GITHUB / "workflows" / "tests.yml", GITHUB / "workflows" / "release.yml"),
+    "vendor.github-workflows": ("github", *sorted((GITHUB / "workflows").glob("*.yml"))),
     "vendor.gitlab-ci": ("gitlab",),
     "vendor.github-issue-forms": (
         GITHUB / "ISSUE_TEMPLATE" / "fault.yml",

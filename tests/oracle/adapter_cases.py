@@ -98,7 +98,7 @@ class Case:
             lora["target_parameters"] = experts(model) or None
         lora["task_type"] = TASK_TYPES[self.task] if self.task_type == BY_THE_TASK else self.task_type
         train(model, folder, save=self.save, options=self.options, **lora)
-        adapter = folder / self.options.get("adapter_name", ".")
+        adapter: Path = folder / self.options.get("adapter_name", ".")
         if self.adapter_dtype is not None:
             table = {name: tensor.to(self.adapter_dtype) for name, tensor in saved_tensors(adapter).items()}
             save_file(table, adapter / "adapter_model.safetensors")
