@@ -147,7 +147,7 @@ def _errors(findings: tuple[Finding, ...]) -> list[Finding]:
 
 def _refusal(folder: Path, options: dict[str, Any]) -> LoraToolError | None:
     others = options.get("adapters", [])
-    asked = {name: options[name] for name in ("task", "num_labels") if name in options}
+    asked = {name: options[name] for name in ("task", "num_labels", "average") if name in options}
     adapter = open_checkpoint(folder / "adapter")
     assert isinstance(adapter, AdapterDir)
     try:

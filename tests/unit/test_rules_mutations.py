@@ -57,6 +57,7 @@ _NOT_HERE = {"CHECKPOINT", "QUANTISED", "some/model"}
 """What stands for a folder that no injury comes with."""
 _UNLIKE = {
     "LT206 in a run": "its rank files have the rank of the config",
+    "LT530": "its other adapter names another copy of the base",
     "LT217": "its tensors are LoRA's",
     "LT221": "its base has no experts",
     "LT601": "its adapter's alpha is nowhere: the next hint asks for it",

@@ -44,6 +44,17 @@ def checked(weight: float, name: object) -> float:
     return weight
 
 
+def averaged(weights: Sequence[float]) -> tuple[float, ...]:
+    """Return the weights of a mean: each divided by their sum. Raises `WrongValue` where that is zero."""
+    total = math.fsum(weights)
+    if total == 0:
+        given = ", ".join(f"{weight:g}" for weight in weights)
+        raise WrongValue(
+            f"average: the weights {given} add up to 0, so there is no mean", hint="other weights, such as A=2 B=1"
+        )
+    return tuple(weight / total for weight in weights)
+
+
 def place_of(chosen: Reference, among: Sequence[Reference]) -> int:
     """Return which of the adapters is `chosen`, named with its weight or without. Raises `WrongValue`."""
     name = weighted(chosen)[0]

@@ -77,7 +77,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
     ("reward", "seq-cls", …) are the expected ones, `servers` those that will serve an adapter unmerged. `deep` True reads
     all weights, False none, None those of adapters; `progress` is called with the bytes read, `watch` with the size of
     rank files. `ignored`: a merge goes on in spite of these rules, so only findings that make it impossible are returned.
-    `ask` answers for classes of which no table is certain, `names` for their names.
+    `average`: several adapters are averaged, not added up. `ask` answers for classes of which no table is certain, `names` for their names.
     """
 
     rules: tuple[Rule, ...]
@@ -92,6 +92,7 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
     watch: Watch | None = None
     ask: AskClass | None = None
     names: AskNames | None = None
+    average: bool = False
 
     @property
     def labels(self) -> int | None:
@@ -119,8 +120,8 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
         """Return the findings about the combination of adapters that are merged into one base; not those about each."""
         if len(adapters) == 1:
             return Report()
-        several = SeveralAdapters(checkpoint=adapters[0], views=tuple(map(view_of, adapters)))
-        return replace(self.only(OF_SEVERAL).folder(several), subjects=())
+        several = SeveralAdapters(checkpoint=adapters[0], views=tuple(map(view_of, adapters)), average=self.average)
+        return replace(self.only(*OF_SEVERAL).folder(several), subjects=())
 
     def rank_files_beside(self, checkpoint: AdapterDir | ModelDir) -> Iterator[Report]:
         """Yield the findings about rank files in the folder of an adapter or model, or why they cannot be opened."""
@@ -311,7 +312,7 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
     """The options of a merge, and the rules that judge it. Codes are checked when the rules first run.
 
     `task` and `num_labels` are the given ones, None where adapter and base state them; `untie` makes tied ends two
-    matrices; `by_peft` allows PEFT's other methods; `ask` is `Judge`'s. An error of an ignored rule refuses all the same where it leaves nothing to compute.
+    matrices; `by_peft` allows PEFT's other methods; `ask` and `average` are `Judge`'s. An error of an ignored rule refuses all the same where it leaves nothing to compute.
     """
 
     task: str | None = None
@@ -322,6 +323,7 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
     ignore: tuple[str, ...] = ()
     fail_on: Severity = Severity.ERROR
     ask: AskClass | None = None
+    average: bool = False
 
     def as_stored(
         self,
@@ -384,6 +386,7 @@ class MergeJudge(Struct, frozen=True, kw_only=True):
         moot = OF_TIED if self.untie else {_OF_METHOD} if self.by_peft else set()
         rules = tuple(each for each in chosen(self.select, self.ignore) if each.code not in moot)
         judge = Judge(rules=rules, base=base, num_labels=self.num_labels, task=self.task, ask=self.ask)
+        judge = replace(judge, average=self.average)
         report = judged(judge)
         report.raise_at(self.fail_on)
         if self.select or self.ignore:

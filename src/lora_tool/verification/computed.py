@@ -71,11 +71,12 @@ def _of_sum(inputs: SumInputs, level: Level, jobs: int | None, progress: Progres
     sums = factors_of_sum(views, inputs.weights)
     stored = tuple(unscaled(each, inputs.scale) for each in sums)
     chosen = None if inputs.head_of is None else views[inputs.head_of]
+    weights = inputs.weights if inputs.average else None
     # a server has the frozen weights from its base, and they were not written
     planned = inputs.manifest.tensors or {}
     names = inputs.names
     fused = fused_experts(views[0]) if len(views) == 1 else {}
-    whole = (*whole_tensors(views, head_of=chosen).steps, *magnitude_steps(views[0]))
+    whole = (*whole_tensors(views, head_of=chosen, weights=weights).steps, *magnitude_steps(views[0]))
     of_experts = (step for each in stored if each.module in fused for step in _of_experts(each, fused, inputs))
     steps = names.steps((*whole, *of_experts, *(step for each in stored for step in bias_steps(each))))
     steps = tuple(step for step in steps if step.out.name in planned)

@@ -97,6 +97,9 @@ class ValidateOptions(SelectOptions):
     checkpoints: bool = option(
         default=False, text="Judge the checkpoints beside finished weights, too.", parse=flag, library_only=True
     )
+    average: bool = option(
+        default=False, text="Judge an adapter for a mean with `adapters`, not for a sum.", library_only=True
+    )
     near: Path | None = option(
         None,
         "Folder in which a relative path of the base is looked for after the working directory; by default the "
@@ -148,6 +151,7 @@ def findings_on(
         why_no_base=why_no_base,
         ask=class_tensors,
         names=_names,
+        average=options.average,
     )
     beside = options.checkpoints and not isinstance(checkpoint, ShardedDir)  # whose steps are judged with it
     saves = saves_in(checkpoint.folder) if isinstance(checkpoint, RunDir) or beside else ()

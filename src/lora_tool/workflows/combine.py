@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lora_tool.adapters.weighted import all_weighted, place_of
 from lora_tool.checkpoints.sources import Reference, opened_adapter
+from lora_tool.core.choices import flag
 from lora_tool.core.hub_names import ANYWHERE
 from lora_tool.core.options import option
 from lora_tool.plans.core.options import OUTPUT, RankOptions, ResumableOptions
@@ -27,6 +28,11 @@ class CombineOptions(ResumableOptions, IgnoreOptions, RankOptions):
     )
     head_of: Reference | None = option(
         None, "Adapter to take the head and other whole tensors from if the adapters' differ.", metavar="ADAPTER"
+    )
+    average: bool = option(
+        default=False,
+        text="Write the weighted mean: the weights are divided by their sum, and heads are averaged, too.",
+        parse=flag,
     )
     base: Reference | None = option(
         None, f"Base model of all adapters: {ANYWHERE}.  [default: the one in their configs]", metavar="MODEL"
@@ -53,6 +59,7 @@ def combine(adapters: Reference | Sequence[Reference], options: CombineOptions, 
             weights=weights,
             rank=options.rank,
             keep=options.keep,
+            average=options.average,
             head_of=None if options.head_of is None else opened[place_of(options.head_of, names)],
             base=options.base,
             dtype=options.dtype,

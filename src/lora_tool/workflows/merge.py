@@ -269,7 +269,7 @@ def planned(
                 f"{why}; PEFT merges it in the memory of one machine, and that machine writes the whole output",
                 hint='merge it on one machine: `engine="local"`, without a part',
             ) from why
-        if any(weight != 1 for weight in inputs.weights):
+        if options.average or any(weight != 1 for weight in inputs.weights):
             raise UnsupportedAdapter(f"{why}, and PEFT merges adapters in memory without weights in the sum") from why
         from lora_tool.plans.merge.in_memory import ask_in_memory, plan_in_memory  # only for such adapters
 

@@ -98,6 +98,10 @@ def merge_each(
         raise WrongValue("merging each adapter on its own needs `out=OUT`: each gets a folder of its own in it")
     if caller.part is not None:
         raise WrongValue("a part is a share of one output, but each adapter gets one: leave out `part=I/N`")
+    if options.average:
+        raise WrongValue(
+            "average: each adapter is merged on its own, so there is no mean", hint="leave out one of the two"
+        )
     out = Path(options.out)
     options.spread.require()
     listed = several(adapters)

@@ -19,6 +19,8 @@ from lora_tool.core.keys import Part, without_wrapped
 from lora_tool.core.tensors import StoredTensor, TensorTable
 from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
 from lora_tool.formats.stored import same_values
+from lora_tool.models.ends import head_of
+from lora_tool.plans.core.factor_ops import Mix, mean_of
 from lora_tool.plans.core.operation import BiasTerm, LoraTerm
 
 if TYPE_CHECKING:
@@ -91,6 +93,8 @@ class AdapterModules(Struct, frozen=True, kw_only=True):
     """DoRA's magnitude vectors, by module path."""
     saved: Mapping[str, StoredTensor] = field(default_factory=dict)
     """Tensors that replace the base's, or are added to it: `modules_to_save`, the head."""
+    means: Mapping[str, Mix] = field(default_factory=dict)
+    """Those of them that are averaged, because several adapters have others."""
     frozen_base: Mapping[str, StoredTensor] = field(default_factory=dict)
     """`X.base_layer.weight`: the frozen tensor under the LoRA of X, where the adapter carries it."""
     embeddings: frozenset[str] = frozenset()
@@ -232,22 +236,25 @@ def without_delta(part: Adapted) -> Adapted:
     return replace(part, modules=bare)
 
 
-def join(adapted: Sequence[Adapted]) -> tuple[tuple[Adapted, ...], AdapterModules]:
+def join(adapted: Sequence[Adapted], *, average: bool = False) -> tuple[tuple[Adapted, ...], AdapterModules]:
     """Return the adapters without the tensors that an earlier one holds too, and the changes of all of them together.
 
-    Terms are in the order of the adapters; rule LT512 saw that no two of them contradict each other.
+    Terms are in the order of the adapters; rule LT512 saw that no two of them contradict each other. With `average` heads
+    that differ are averaged.
     """
     if len(adapted) == 1:
         return tuple(adapted), replace(adapted[0].modules, dropped={})
+    means = _means(adapted) if average else {}
     kept: list[Adapted] = []
     for part in adapted:
-        kept.append(_without_repeated(part, kept))
+        kept.append(_without_repeated(part, kept, means))
     modules = [part.modules for part in kept]
     return tuple(kept), AdapterModules(
         lora=_summed(each.lora for each in modules),
         lora_bias=_summed(each.lora_bias for each in modules),
         magnitudes=_union(each.magnitudes for each in modules),
         saved=_union(each.saved for each in modules),
+        means=means,
         frozen_base=_union(each.frozen_base for each in modules),
         embeddings=frozenset().union(*(each.embeddings for each in modules)),
         tokens=_union(each.tokens for each in modules),
@@ -271,7 +278,19 @@ def require_saved_in_first(adapted: Sequence[Adapted]) -> None:
                 )
 
 
-def _without_repeated(part: Adapted, earlier: Sequence[Adapted]) -> Adapted:
+def _means(adapted: Sequence[Adapted]) -> dict[str, Mix]:
+    """Return what averages the heads that all adapters have, and whose values differ."""
+    first, *others = (part.modules.saved for part in adapted)
+    found = {}
+    for name, tensor in first.items():
+        held = [tensor, *(table[name] for table in others if name in table)]
+        differ = not all(same_values(tensor, other) for other in held)
+        if differ and len(held) == len(adapted) and head_of(name.rpartition(".")[0]):
+            found[name] = mean_of(held, [part.weight for part in adapted])
+    return found
+
+
+def _without_repeated(part: Adapted, earlier: Sequence[Adapted], means: Collection[str]) -> Adapted:
     """Return the adapter without the whole tensors that an earlier one holds with the same values."""
     repeated = [
         tensor
@@ -281,7 +300,7 @@ def _without_repeated(part: Adapted, earlier: Sequence[Adapted]) -> Adapted:
             (part.modules.frozen_base, each.modules.frozen_base),
         )
         for name, tensor in mine.items()
-        if name in other
+        if name in other and name not in means
     ]
     return part.without(repeated, "an earlier adapter holds it with the same values") if repeated else part
 

@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from lora_tool.adapters.view import AdapterView, TrainedTokens, view_of
-from lora_tool.adapters.weighted import all_weighted, place_of
+from lora_tool.adapters.weighted import all_weighted, averaged, place_of
 from lora_tool.checkpoints import AdapterDir
 from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
-from lora_tool.core.display import counted
+from lora_tool.core.display import counted, named
 from lora_tool.core.errors import WrongValue
 from lora_tool.core.keys import Part
 from lora_tool.core.options import named_in_errors
@@ -20,7 +20,7 @@ from lora_tool.plans.algebra.factor_steps import bias_steps, cancel_warnings, ex
 from lora_tool.plans.algebra.peft_config import config_of_sum, require_one_base, require_sums
 from lora_tool.plans.algebra.ranks import ModuleRank, Ranks, equal_for_experts, rank_lines, turned_to
 from lora_tool.plans.algebra.terms import Factors, factors_of_sum
-from lora_tool.plans.algebra.whole_plan import adapter_plan, whole_tensors
+from lora_tool.plans.algebra.whole_plan import WholeTensors, adapter_plan, whole_tensors
 from lora_tool.plans.core.factor_ops import SmallMatrix
 from lora_tool.plans.core.manifest import input_name
 from lora_tool.plans.core.plan import Plan
@@ -37,6 +37,7 @@ def plan_combine(
     weights: Sequence[float] | None = None,
     rank: int | None = None,
     keep: float | None = None,
+    average: bool = False,
     head_of: Reference | None = None,
     base: Reference | None = None,
     dtype: DType | str | None = None,
@@ -48,17 +49,19 @@ def plan_combine(
     factors side by side, so their ranks add up. `rank` is the largest rank of a module; `keep` is the smallest share of
     ‖ΔW‖² that each module keeps, at the lowest rank that keeps it. Both give the best approximation of that rank. The
     new B holds the scalings of all adapters. Heads and other whole tensors that differ come from `head_of`, one of the
-    adapters. `base` is the model of all adapters, by default the one that their configs name; the rules compare them
+    adapters; with `average` the weights are divided by their sum, and heads that differ are averaged, too, unless
+    `head_of` chooses one. `base` is the model of all adapters, by default the one that their configs name; the rules compare them
     with a given one. `dtype` None means the adapters' own dtype where nothing is rounded, else float32. `ignore` are
     codes of rules. With `rank` or `keep`, planning reads all factors once. Raises `FindingsFound`,
     `UnsupportedAdapter` for what cannot be added up, `IncompatibleBase`, `WrongValue`.
     """
     names, given = all_weighted(adapters, weights)
+    given = averaged(given) if average else given
     at = None if head_of is None else place_of(head_of, names)
     requested = Ranks(rank=rank, keep=keep)
     kind = None if dtype is None else float_type(dtype)
     opened = tuple(map(opened_adapter, names))
-    return _planned("combine", opened, given, requested, kind, head_of=at, base=base, ignore=ignore)
+    return _planned("combine", opened, given, requested, kind, average=average, head_of=at, base=base, ignore=ignore)
 
 
 @named_in_errors
@@ -95,9 +98,11 @@ def _planned(
     head_of: int | None,
     base: Reference | None,
     ignore: Iterable[str],
+    average: bool = False,
 ) -> Plan:
     model = None if base is None else opened_model(base)
-    judge = MergeJudge(ignore=tuple(ignore))
+    mean = average and head_of is None
+    judge = MergeJudge(ignore=tuple(ignore), average=mean)
     report = judge.as_stored(adapters, model, beside=_without_repeats(adapters, head_of))
     views = tuple(map(view_of, adapters))
     for view in views:
@@ -107,29 +112,30 @@ def _planned(
     sums = factors_of_sum(views, weights)
     lowered = turned_to(requested, sums)
     out = dtype or exact_type(sums, turned=bool(lowered.matrices))
-    whole = whole_tensors(views, head_of=None if head_of is None else views[head_of])
+    whole = whole_tensors(views, head_of=None if head_of is None else views[head_of], weights=weights if mean else None)
     matrices = lowered.matrices
     written = equal_for_experts(
         {each.module: matrices[each.module][0].columns if each.module in matrices else each.rank for each in sums}
     )
     steps = (*_steps(sums, out, matrices, written), *whole.steps)
     targets = {layer.module: layer.path for view in views for layer in view.layers}
-    named = {targets[module]: rank for module, rank in written.items()}
+    ranks = {targets[module]: rank for module, rank in written.items()}
     plan = adapter_plan(
         adapters,
         weights,
         steps,
         config_of_sum(
-            views, named, base=model.root if model else None, head_of=None if head_of is None else views[head_of]
+            views, ranks, base=model.root if model else None, head_of=None if head_of is None else views[head_of]
         ),
         dropped=whole.dropped,
         findings=report.findings,
-        notes=_notes(operation, adapters, weights, sums, lowered.ranks, whole.steps),
+        notes=_notes(operation, adapters, weights, sums, lowered.ranks, whole),
         ranks=lowered.ranks,
         manifest={
             "operation": operation,
             "rank": requested.rank,
             "keep": requested.keep,
+            **({"average": True} if average else {}),
             "dtype": out.value,
             "head_of": None if head_of is None else input_name(head_of + 1),
         },
@@ -190,7 +196,7 @@ def _notes(
     weights: Sequence[float],
     sums: Sequence[Factors],
     ranks: Sequence[ModuleRank],
-    whole: Sequence[Step],
+    whole: WholeTensors,
 ) -> Iterator[str]:
     sources = " + ".join(
         str(each.root) if weight == 1 else f"{weight:g}·{each.root}"
@@ -203,6 +209,8 @@ def _notes(
     else:
         largest = max(sums, key=lambda each: each.rank)
         yield f"exact: rank {largest.rank} = {' + '.join(str(term.rank) for term in largest.terms)}, nothing left out"
-    scaled = any(weight != 1 for weight in weights)
-    if whole and scaled:
-        yield f"weights scale only ΔW: {counted(len(whole), 'whole tensor')}, such as {whole[0].out.name}, stay as they are"
+    kept = [step.out.name for step in whole.steps if step.out.name not in whole.means]
+    if whole.means:
+        yield f"averaged, too: {named(whole.means)}"
+    if kept and any(weight != 1 for weight in weights):
+        yield f"weights scale only ΔW: {counted(len(kept), 'whole tensor')}, such as {kept[0]}, stay as they are"

@@ -57,6 +57,11 @@ class SumInputs(WrittenAdapter, frozen=True, kw_only=True):
         return self.manifest.raw.get("rank") is None and self.keep is None
 
     @property
+    def average(self) -> bool:
+        """Whether heads that differ were averaged."""
+        return self.manifest.raw.get("average") is True and self.head_of is None
+
+    @property
     def head_of(self) -> int | None:
         """The place of the adapter whose head was chosen."""
         name = self.manifest.raw.get("head_of")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 
 from msgspec import Struct
@@ -13,6 +12,7 @@ from msgspec.structs import replace
 from lora_tool.adapters.view import AdapterView, LoraLayer
 from lora_tool.core.errors import IncompatibleBase, UnsupportedAdapter
 from lora_tool.core.tensors import StoredTensor
+from lora_tool.plans.core.factor_ops import as_matrix
 
 
 class Term(Struct, frozen=True, kw_only=True, eq=False):
@@ -124,13 +124,6 @@ def _term(layer: LoraLayer, weight: float) -> Term:
 
 def _what_is_wrong(folder: Path) -> str:
     return f"lora-tool validate {shlex.quote(str(folder))} says what is wrong with it"
-
-
-def as_matrix(tensor: StoredTensor) -> StoredTensor:
-    """Return the same bytes as a matrix of as many rows as the first dimension: kernels become rows of B and A."""
-    height = tensor.shape[0]
-    spec = replace(tensor.spec, shape=(height, prod(tensor.shape) // max(1, height)))
-    return tensor if spec.shape == tensor.shape else StoredTensor(spec=spec, spans=tensor.spans)
 
 
 def _factors(module: str, own: Sequence[tuple[LoraLayer, Term]]) -> Factors:

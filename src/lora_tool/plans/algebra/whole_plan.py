@@ -17,12 +17,13 @@ from lora_tool.core import keys
 from lora_tool.core.errors import UnsupportedAdapter
 from lora_tool.core.keys import Part
 from lora_tool.core.report import Finding
-from lora_tool.core.tensors import FileStamp, StoredTensor, TensorAction
+from lora_tool.core.tensors import DType, FileStamp, StoredTensor, TensorAction, TensorSpec
 from lora_tool.formats.manifest import fingerprint
 from lora_tool.formats.stored import same_values
 from lora_tool.models.ends import head_of
 from lora_tool.models.text_classes import text_class_of
 from lora_tool.plans.algebra.ranks import ModuleRank, rank_warnings, total_kept
+from lora_tool.plans.core.factor_ops import mean_of
 from lora_tool.plans.core.manifest import adapters_in, describe_input, input_name
 from lora_tool.plans.core.ops import Copy, Precision
 from lora_tool.plans.core.plan import Plan
@@ -144,18 +145,25 @@ class WholeTensors(Struct, frozen=True, kw_only=True):
 
     steps: tuple[Step, ...]
     dropped: tuple[InputRecord, ...]
+    means: tuple[str, ...] = ()
+    """The names of those that are averaged."""
 
 
-def whole_tensors(views: Sequence[AdapterView], *, head_of: AdapterView | None = None) -> WholeTensors:
+def whole_tensors(
+    views: Sequence[AdapterView], *, head_of: AdapterView | None = None, weights: Sequence[float] | None = None
+) -> WholeTensors:
     """Return every whole tensor of the adapters once: those that are the same wherever they are.
 
-    If their values differ, those of `head_of` are taken. Raises `UnsupportedAdapter` if they differ without `head_of`.
+    If their values differ, those of `head_of` are taken; with `weights`, heads are averaged. Raises `UnsupportedAdapter` if they differ without `head_of`.
     """
     kept: dict[str, tuple[StoredTensor, AdapterView]] = {}
     dropped: list[InputRecord] = []
+    means = {} if weights is None else {step.out.name: step for step in _means(views, weights)}
     ordered = sorted(views, key=lambda view: view is not head_of)
     for view in ordered:
         for name, tensor in _named(view, dropped):
+            if name in means:
+                continue
             first, whose = kept.setdefault(name, (tensor, view))
             if first is tensor:
                 continue
@@ -169,9 +177,24 @@ def whole_tensors(views: Sequence[AdapterView], *, head_of: AdapterView | None =
             why = "holds it with the same values" if same else "has the requested one"
             dropped.append(_dropped(tensor, f"{whose.adapter.root} {why}"))
     return WholeTensors(
-        steps=tuple(_copied(name, tensor, view) for name, (tensor, view) in kept.items()),
+        steps=(*(_copied(name, tensor, view) for name, (tensor, view) in kept.items()), *means.values()),
         dropped=tuple(dropped),
+        means=tuple(means),
     )
+
+
+def _means(views: Sequence[AdapterView], weights: Sequence[float]) -> Iterator[Step]:
+    """Yield the steps that average heads which all adapters have, and whose values differ."""
+    first, *others = (dict(_named(view, [])) for view in views)
+    for name, tensor in first.items():
+        held = [tensor, *(table[name] for table in others if name in table)]
+        differ = not all(same_values(tensor, other) for other in held)
+        if differ and len(held) == len(views) and head_of(keys.parse(name).module):
+            dtype = DType.F64 if any(each.dtype is DType.F64 for each in held) else DType.F32
+            out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
+            yield Step(
+                out=out, op=mean_of(held, weights), action=TensorAction.COMPUTED, reason="the mean of all adapters'"
+            )
 
 
 def magnitude_steps(view: AdapterView) -> Iterator[Step]:

@@ -7,6 +7,8 @@ it must lose no more than its own dtype loses.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct
@@ -235,3 +237,21 @@ class Mix(_FactorOperation, frozen=True, kw_only=True):
 
 FactorOp = Beside | Mix
 """The operations that make factors of factors."""
+
+
+def as_matrix(tensor: StoredTensor) -> StoredTensor:
+    """Return the same bytes as a matrix of as many rows as the first dimension: kernels become rows of B and A."""
+    height = tensor.shape[0]
+    spec = replace(tensor.spec, shape=(height, prod(tensor.shape) // max(1, height)))
+    return tensor if spec.shape == tensor.shape else StoredTensor(spec=spec, spans=tensor.spans)
+
+
+def mean_of(tensors: Sequence[StoredTensor], weights: Sequence[float]) -> Mix:
+    """Return the operation that makes Σ weight·tensor, of heads or their biases, which have one shape."""
+    import numpy as np
+
+    parts, column = tuple(map(as_matrix, tensors)), np.asarray(weights)[:, None]
+    if len(tensors[0].shape) == 1:
+        return Mix(parts=parts, matrix=SmallMatrix.of(column))
+    each_row = np.kron(column, np.eye(tensors[0].shape[0]))
+    return Mix(parts=parts, matrix=SmallMatrix.of(each_row), below=True)

@@ -89,7 +89,7 @@ def ask_in_memory(base: ModelDir, adapters: Sequence[AdapterDir], options: PlanO
             f"{base.root}: the base is quantised, and transformers cannot load what it writes of such a base after PEFT's merge",
             hint=give_full_precision(source_of(base.root).hub_id, base.config, base.root),
         )
-    inputs = inputs_of(base, adapters, options.weights)
+    inputs = inputs_of(base, adapters, options)
     judge = replace(judge_of(replace_option(options, untie=False)), by_peft=True)  # PEFT leaves tied ends tied
     report = judge.as_stored(inputs.adapters, base)
     with judge.reading(base):

@@ -26,6 +26,7 @@ def judge_of(options: PlanOptions) -> MergeJudge:
         ignore=tuple(options.ignore),
         fail_on=Severity(options.fail_on),
         ask=class_tensors,
+        average=options.average,
     )
 
 

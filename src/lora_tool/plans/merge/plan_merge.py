@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from lora_tool.adapters.weighted import all_weighted
+from lora_tool.adapters.weighted import all_weighted, averaged
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.sources import source_of
 from lora_tool.core.display import counted, from_here
@@ -62,7 +62,7 @@ def plan_merge(base: ModelDir, adapters: Sequence[AdapterDir], options: PlanOpti
     Raises `FindingsFound` for what the rules find, `UnsupportedAdapter` for a feature that cannot be merged exactly,
     `IncompatibleBase` where transformers has no place for a tensor.
     """
-    inputs, judge = inputs_of(base, adapters, options.weights), judge_of(options)
+    inputs, judge = inputs_of(base, adapters, options), judge_of(options)
     report = judge.as_stored(inputs.adapters, inputs.stored)
     with judge.reading(inputs.stored):
         for change in ON_INPUTS:
@@ -76,9 +76,10 @@ def plan_merge(base: ModelDir, adapters: Sequence[AdapterDir], options: PlanOpti
     return plan_of(draft, report.findings)
 
 
-def inputs_of(base: ModelDir, adapters: Sequence[AdapterDir], weights: Sequence[float] | None) -> MergeInputs:
-    """Return the inputs; `weights` None is 1 for each adapter. Raises `WrongValue` for another number of weights."""
-    _, factors = all_weighted(adapters, weights)
+def inputs_of(base: ModelDir, adapters: Sequence[AdapterDir], options: PlanOptions) -> MergeInputs:
+    """Return the inputs; weights None are 1 for each adapter. Raises `WrongValue` for weights that cannot be used."""
+    _, weights = all_weighted(adapters, options.weights)
+    factors = averaged(weights) if options.average else weights
     return MergeInputs(stored=base, base=base, adapters=tuple(adapters), weights=factors)
 
 
@@ -162,14 +163,18 @@ def _task_note(draft: Draft) -> str:
     if draft.head is None:
         model = f"{draft.model.arch.causal_lm}, {labels}" if draft.labels is not None else draft.model.arch.causal_lm
         return f"merging {sources} into {from_here(draft.base.root)} as {model}"
-    head = f"head from {draft.head.weight.path.parent}"
+    head = (
+        "their heads averaged"
+        if draft.head.name in draft.modules.means
+        else f"head from {draft.head.weight.path.parent}"
+    )
     return f"merging {sources} into {from_here(draft.base.root)} as {draft.model.arch.sequence_classification}, {labels}, {head}"
 
 
 def _weight_note(draft: Draft) -> Iterator[str]:
     """Yield a note on the tensors that a weight does not scale."""
     for part in draft.adapted:
-        whole = [*part.modules.saved, *part.modules.tokens]
+        whole = [name for name in (*part.modules.saved, *part.modules.tokens) if name not in draft.modules.means]
         if part.weight != 1 and whole:
             others = f" and {counted(len(whole) - 1, 'other')}" if len(whole) > 1 else ""
             yield f"the weight {part.weight:g} scales only ΔW: {whole[0]}{others} of {part.adapter.root} stay as trained"

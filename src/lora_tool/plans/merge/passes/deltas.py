@@ -43,6 +43,12 @@ class Deltas(Options):
     weights: Sequence[float] | None = option(
         None, 'Weight of each adapter\'s ΔW.  [default: the number in its name ("A=0.7"), or 1]', library_only=True
     )
+    average: bool = option(
+        default=False,
+        text="Merge the weighted mean: the weights are divided by their sum, and heads are averaged, too.",
+        parse=flag,
+        recorded=Recorded.IF_GIVEN,
+    )
     head_alone: bool = option(
         default=False,
         text="Leave ΔW out: write the base with the adapter's head, for a server that adds ΔW itself.",
@@ -68,9 +74,9 @@ def with_deltas(draft: Draft, options: Deltas) -> Draft:
             view, facts=model.facts, expert_layout=layout, ends=ends, base=model.base.tensors, weight=weight
         )
         parts.append(Adapted(view=view, modules=modules, weight=weight))
-    adapted, together = join(parts)
+    adapted, together = join(parts, average=options.average)
     if options.head_alone:
-        adapted, together = join([without_delta(each) for each in adapted])
+        adapted, together = join([without_delta(each) for each in adapted], average=options.average)
     precision = Precision(options.precision)
     if precision is Precision.PEFT:
         require_saved_in_first(adapted)

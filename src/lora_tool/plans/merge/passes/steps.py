@@ -147,11 +147,12 @@ def _replacement(draft: Draft, base: StoredTensor, saved: StoredTensor) -> Step:
     _require_same_shape(draft, saved, base)
     dtype = _at_least_as_loaded(draft, base.name, draft.dtype or own_dtype(draft, base))
     out = TensorSpec(name=base.name, dtype=dtype, shape=saved.shape)
+    mean = draft.modules.means.get(base.name)
     return Step(
         out=out,
-        op=copied_as(out.dtype, saved),
+        op=mean or copied_as(out.dtype, saved),
         action=TensorAction.REPLACED,
-        reason=f"saved whole in the adapter, as {saved.dtype}",
+        reason=f"{'the mean of those' if mean else 'saved whole'} in the adapter{'s' if mean else ''}, as {saved.dtype}",
     )
 
 
@@ -241,9 +242,9 @@ def added_steps(draft: Draft) -> Iterator[Step]:
         out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
         yield Step(
             out=out,
-            op=copied_as(dtype, tensor),
+            op=draft.modules.means.get(name) or copied_as(dtype, tensor),
             action=TensorAction.ADDED,
-            reason=f"the trained {'head' if of_head else 'layer'}, {tensor.dtype} in the adapter",
+            reason=f"the {'mean of the ' if name in draft.modules.means else ''}trained {'head' if of_head else 'layer'}, {tensor.dtype} in the adapter",
         )
     head = draft.head
     if head is not None and f"{head.module}.weight" in draft.modules.frozen_base:
