@@ -13,9 +13,6 @@ KNOWN: Mapping[tuple[Server, str, str], str] = {
     # `convert --to peft` gives the names their prefix first
     **{(Server.VLLM, base, "without-prefix"): "right, but prepare refuses" for base in _ALL},
     **{(Server.LLAMA_CPP, base, "without-prefix"): "right, but LT211; right, but prepare refuses" for base in _ALL},
-    # its converter reads the names of the tensors alone, and finds those of modules
-    **{(Server.LLAMA_CPP, base, "matrix-parameters"): "right, but LT809" for base in _ALL},
-    **{(Server.LLAMA_CPP, base, "router"): "right, but LT809" for base in ("qwen3-moe", "mixtral")},
     # the config's blocks are of a module that Phi-3 does not have
     (Server.LLAMA_CPP, "phi3", "block-diagonal"): "right, but LT810; right, but prepare refuses",
 }

@@ -9,6 +9,7 @@ and `norm`, the Frobenius norm of all the loaded B.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -56,9 +57,9 @@ def rewards(llm: LLM, prompts: list[list[int]], adapter: LoRARequest | None) -> 
 
 def _norm(model: torch.nn.Module) -> float:
     """Return the norm of all loaded B; layers of experts have parts of theirs under other names, too."""
-    stacks = [module.lora_b_stacked for module in model.modules() if hasattr(module, "lora_b_stacked")]
+    stacks: list[Any] = [module.lora_b_stacked for module in model.modules() if hasattr(module, "lora_b_stacked")]
     parts = [tensor for stack in stacks for tensor in (stack if isinstance(stack, tuple | list) else (stack,))]
-    return float(sum(tensor.double().square().sum() for tensor in parts)) ** 0.5
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in parts))
 
 
 def answers(job: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -210,6 +210,8 @@ def _served_parameters(subject: AdapterSubject, form: ServingForm) -> Iterator[F
         fused = bool(fused_experts(subject.view))
     except UnsupportedAdapter:
         fused = True
+    if form.gguf and not fused:
+        return  # its converter reads the names of the tensors, which are those of a module
     names = subject.config.target_parameters or ()
     what = "LoRA on fused experts" if fused else f"LoRA on the parameter `{names[0]}`"
     classes = form.classes
