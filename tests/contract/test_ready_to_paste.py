@@ -65,6 +65,15 @@ def test_the_projects_files_and_the_documented_jobs_are_valid(schema: str, tmp_p
     assert done.exit_code == 0, done.output
 
 
+def test_steps_of_the_release_are_there(tmp_path: Path) -> None:
+    steps = GITHUB / "release" / "steps.sh"
+    usage = subprocess.run([str(steps), "help", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert usage.returncode == 2
+    asked = re.findall(r"release/steps\.sh (\w+)", (GITHUB / "workflows" / "release.yml").read_text())
+    assert {"check", "wheel", "source"} == set(asked)
+    assert set(asked) <= set(re.findall(r"^  (\w+)", usage.stdout, re.MULTILINE))
+
+
 def test_no_secret_is_kept_and_no_event_is_a_part_of_a_script() -> None:
     for workflow in (GITHUB / "workflows").glob("*.yml"):
         assert "secrets." not in workflow.read_text()
