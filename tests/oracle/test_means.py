@@ -1,7 +1,9 @@
-"""The mean of reward models: ΔW and heads against float64, scores against a model built by hand, and what has no mean."""
+"""Reward models averaged and stacked: ΔW and heads against float64, scores against models built by hand, refusals."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from lora_tool import combine, merge, plan_merge, verify
-from lora_tool.core.errors import FindingsFound, UnsupportedAdapter, WrongValue
+from lora_tool.core.errors import FindingsFound, IncompatibleBase, UnsupportedAdapter, WrongValue
+from lora_tool.formats.files import read_json
 from lora_tool.plans.algebra.plan_combine import plan_combine
 from tests.judging import judge, lines
 from tests.oracle.peft_merge import FP32, load_model, save_adapter, save_base, saved_tensors
@@ -164,3 +167,54 @@ def test_what_has_no_mean_is_refused_by_name(tmp_path: Path) -> None:
     assert "merge one, then the other" not in finding.hint
     with pytest.raises(WrongValue, match="add up to 0"):
         plan_combine([one, other], weights=[1.0, -1.0], average=True)
+
+
+def copied_with(adapter: Path, name: str, *, head: float, scaled: bool = False) -> Path:
+    """Copy an adapter under a name with `head` added to its head; `scaled` with 2·B and alpha / 2, which is the same ΔW."""
+    other = Path(shutil.copytree(adapter, adapter.with_name(name)))
+    table = saved_tensors(other)
+    for each, tensor in saved_tensors(other).items():
+        table[each] = tensor + head if each == HEAD else tensor * 2 if scaled and "lora_B" in each else tensor
+    save_file(table, other / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = read_json(other / "adapter_config.json")
+    alpha = config["lora_alpha"] / (2 if scaled else 1)
+    (other / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": alpha}))
+    return other
+
+
+def test_heads_of_one_trunk_are_stacked(tmp_path: Path) -> None:
+    base, (one, _, _) = three(tmp_path)
+    adapters = [one, copied_with(one, "kind", head=1.0), copied_with(one, "short", head=-0.5, scaled=True)]
+    out = combine(adapters, stack=True, out=tmp_path / "out").path
+    assert torch.equal(saved_tensors(out)[HEAD], torch.cat([saved_tensors(each)[HEAD] for each in adapters]))
+    assert [each["label"] for each in read_json(out / "lora_tool.json")["head"]] == ["a0", "kind", "short"]
+    assert verify(out).report.findings == ()
+    assert lines(judge(out, base=base)) == []
+    merged = merge(out, base=base, out=tmp_path / "merged").path
+    alone = [merge(each, base=base, task="reward", out=tmp_path / f"m{at}").path for at, each in enumerate(adapters)]
+    columns = [scores(load_model(each, "seq-cls", 1)) for each in alone]
+    assert torch.allclose(scores(load_model(merged, "seq-cls", 3)), torch.cat(columns, dim=1), rtol=0, atol=1e-6)
+    table = saved_tensors(out)
+    for name in (HEAD, next(name for name in table if "lora_B" in name)):
+        wrong = {**table, name: table[name].flip(0).contiguous()}
+        save_file(wrong, out / "adapter_model.safetensors", metadata={"format": "pt"})
+        (finding,) = verify(out).report.findings
+        assert finding.code in ("LT605", "LT626")
+
+
+def test_what_cannot_be_stacked_is_refused_by_name(tmp_path: Path) -> None:
+    base, (one, unlike, _) = three(tmp_path)
+    moved = rewritten(copied_with(one, "moved", head=0.0), 4)
+    fewer = save_adapter(tmp_path / "fewer", base, "seq-cls", QV | {"target_modules": ["q_proj"]}, num_labels=1)
+    for other, message in (
+        (moved, r"layers\.0\.self_attn\.q_proj` has another ΔW in .*moved than in .*a0"),
+        (unlike, "has another ΔW in"),
+        (fewer, "only one of .*a0 and .*fewer has LoRA on `model.layers.0.self_attn.v_proj`"),
+    ):
+        with pytest.raises(IncompatibleBase, match=message):
+            combine([one, other], stack=True, out=tmp_path / "never")
+    asked: tuple[dict[str, Any], ...] = ({"rank": 2}, {"weights": [1, 2]}, {"average": True})
+    for each in asked:
+        with pytest.raises(WrongValue, match=f"so {next(iter(each))} has no meaning"):
+            combine([one, moved], stack=True, out=tmp_path / "never", **each)
+    assert not (tmp_path / "never").exists()

@@ -22,6 +22,7 @@ from lora_tool.formats.manifest import Manifest
 from lora_tool.models.gguf_names import ALPHA
 from lora_tool.plans.algebra.factor_steps import bias_steps, padded_steps
 from lora_tool.plans.algebra.gguf_form import gguf_factors
+from lora_tool.plans.algebra.plan_stack import plan_stack
 from lora_tool.plans.algebra.provenance import ExtractInputs, SumInputs
 from lora_tool.plans.algebra.served import Idle, beside_which, served_factors
 from lora_tool.plans.algebra.terms import Factors, factors_of_sum, unscaled
@@ -51,6 +52,8 @@ def evidence_of_computed(
 
 def _of_values(inputs: ComputedInputs, level: Level, jobs: int | None, progress: Progress) -> dict[str, TensorEvidence]:
     match inputs:
+        case SumInputs() if inputs.manifest.raw.get("stack") is True:
+            return _of_stack(inputs, level, jobs, progress)
         case SumInputs():
             return _of_sum(inputs, level, jobs, progress)
         case ExtractInputs():
@@ -104,6 +107,20 @@ def _of_sum(inputs: SumInputs, level: Level, jobs: int | None, progress: Progres
     evidence |= check_computed(
         inputs, views[0], tuple(each for each in written if each.module in computed), progress=progress
     )
+    return evidence
+
+
+def _of_stack(inputs: SumInputs, level: Level, jobs: int | None, progress: Progress) -> dict[str, TensorEvidence]:
+    """Return the evidence of the stacked heads, and that what was written has the ΔW of every adapter."""
+    plan = plan_stack(inputs.adapters, base=inputs.base, ignore=("LT",))
+    evidence = check_steps(
+        plan.steps, inputs.made.tensors, level=level, precision=plan.precision, jobs=jobs, progress=progress
+    )
+    written = factors_of_sum((_made(inputs),), (1.0,))
+    for adapter in inputs.adapters:
+        sums = factors_of_sum((view_of(adapter),), (1.0,))
+        told = check_products(sums, written, least=None, exact=True, progress=lambda _: None)
+        evidence |= {name: each for name, each in told.items() if is_news(each, evidence)}
     return evidence
 
 

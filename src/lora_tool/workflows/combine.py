@@ -10,6 +10,7 @@ from pathlib import Path
 from lora_tool.adapters.weighted import all_weighted, place_of
 from lora_tool.checkpoints.sources import Reference, opened_adapter
 from lora_tool.core.choices import flag
+from lora_tool.core.errors import WrongValue
 from lora_tool.core.hub_names import ANYWHERE
 from lora_tool.core.options import option
 from lora_tool.plans.core.options import OUTPUT, RankOptions, ResumableOptions
@@ -34,6 +35,11 @@ class CombineOptions(ResumableOptions, IgnoreOptions, RankOptions):
         text="Write the weighted mean: the weights are divided by their sum, and heads are averaged, too.",
         parse=flag,
     )
+    stack: bool = option(
+        default=False,
+        text="Write the rows of all heads as one head, for adapters with the same ΔW.",
+        parse=flag,
+    )
     base: Reference | None = option(
         None, f"Base model of all adapters: {ANYWHERE}.  [default: the one in their configs]", metavar="MODEL"
     )
@@ -51,6 +57,12 @@ def combine(adapters: Reference | Sequence[Reference], options: CombineOptions, 
     caller.spare_memory()
     opened = tuple(map(opened_adapter, names))
     require_apart(out, options, *(each.root for each in opened))
+    if options.stack:
+        _require_alone(options, weights)
+        with hashing(caller, *opened):
+            from lora_tool.plans.algebra.plan_stack import plan_stack  # as below
+
+            return carry_out(plan_stack(opened, base=options.base, ignore=options.ignore), out, options, caller)
     with hashing(caller, *opened):
         from lora_tool.plans.algebra.plan_combine import plan_combine  # slow to import, and the hashes have begun
 
@@ -66,3 +78,11 @@ def combine(adapters: Reference | Sequence[Reference], options: CombineOptions, 
             ignore=options.ignore,
         )
         return carry_out(plan, out, options, caller)
+
+
+def _require_alone(options: CombineOptions, weights: Sequence[float]) -> None:
+    """Raise `WrongValue` for options that change ΔW or the head, which a stack of heads leaves as they are."""
+    given = ("rank", "keep", "dtype", "average", "head_of")
+    wrong = [name for name in given if getattr(options, name)] + ["weights"] * any(weight != 1 for weight in weights)
+    if wrong:
+        raise WrongValue(f"stack: ΔW and the rows of heads stay as they are, so {wrong[0]} has no meaning")
