@@ -67,6 +67,7 @@ _UNLIKE = {
     "LT812": "its base is another model",
     "LT815": "its base is another model",
     "LT816 of a Mamba": "its base has no Mamba layers",
+    "LT820": "its base is no mixture",
 }
 """Injuries, or all of a rule, after which a file says what the others do not."""
 

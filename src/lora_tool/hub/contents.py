@@ -106,7 +106,7 @@ def _allowed(checkpoint: AdapterDir | ModelDir) -> Iterator[tuple[str, str]]:
         names = {adapter_config.FILE_NAME: "adapter config"}
     else:
         names = {model_config.FILE_NAME: "model config", generation_config.FILE_NAME: "generation defaults"}
-    names |= {file.path.name: "weights" for file in checkpoint.weights.files}
+    names |= {file.path.name: "weights" for file in checkpoint.weights.files if never(file.path.name) is None}
     if checkpoint.weights.index is not None:
         names[checkpoint.weights.index.name] = "weights index"
     names[manifest.FILE_NAME] = "record of what was done"
