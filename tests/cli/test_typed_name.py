@@ -28,6 +28,7 @@ PIP = f"{sys.executable} -m pip install"
         ("pip install -e '/a/lora-tool[merge]'", None),
         ("lora-tool does not read it; lora-tool 0.1.0; lora-tool merged", None),
         ("/home/me/lora-tool merge", None),
+        ("lora-tool merge/adapter: no such folder; 'lora-tool merge'", None),
     ],
 )
 def test_commands_are_called_as_they_were_typed_and_nothing_else_is(text: str, expected: str | None) -> None:
@@ -92,3 +93,5 @@ def test_typed_itself_it_has_its_own_name_and_completion(tmp_path: Path) -> None
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert "_hf_lora_completion hf-lora" in done.stdout
     assert 'eval "$(hf-lora completion bash)"' in done.stderr
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *words[:2], "validate", "nowhere"]
+    assert subprocess.run(closed, capture_output=True, check=False).returncode == 3

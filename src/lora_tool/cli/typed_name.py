@@ -44,7 +44,7 @@ def speak_as(name: str, commands: Iterable[str]) -> None:
 def spoken(name: str, commands: Iterable[str]) -> Callable[[str], str]:
     """Return what puts `name` into a text for `lora-tool` where a command follows, and pip's right place after `hf lora`."""
     words = "|".join((*commands, "help", "COMMAND", "--help"))
-    ours = re.compile(rf"(?<![\w/-]){OURS}(?=\s+(?:{words})(?![\w-]))")
+    ours = re.compile(rf"(?<![\w/'-]){OURS}(?=\s+(?:{words})(?![\w/-]))")  # a folder may be called `lora-tool merge`
     pip = re.compile(rf"\bpip install (?=(?:--?\w+ )*'?{OURS}\b)")
 
     def said(text: str) -> str:
@@ -69,6 +69,7 @@ class _Speaking(io.TextIOWrapper):
     def __init__(self, stream: io.TextIOWrapper, said: Callable[[str], str]) -> None:
         settings = (stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through)
         super().__init__(stream.buffer, *settings)
+        self._kept = stream  # which would close the buffer at its end
         self._said = said
 
     def write(self, text: str) -> int:
