@@ -20,7 +20,7 @@ from lora_tool.workflows.prepare import PrepareOptions, prepare
     type=Parsed(server_named),
     metavar=SERVER_NAMES,
     required=True,
-    help="Server or program that will read the adapter; vllm@0.32 is one version.",
+    help="Server or program that will read the adapter; `vllm@0.32` is one version.",
 )
 @options_of(PrepareOptions)
 @run_options

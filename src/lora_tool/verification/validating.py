@@ -88,7 +88,7 @@ class ValidateOptions(SelectOptions):
     )
     servers: Iterable[str] = option(
         (),
-        "Report what this server refuses or ignores; vllm@0.32 is one version. May be repeated.",
+        "Report what this server refuses or ignores; `vllm@0.32` is one version. May be repeated.",
         parse=server_named,
         metavar=SERVER_NAMES,
         name="for",
