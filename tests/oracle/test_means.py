@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,12 @@ from lora_tool import combine, merge, plan_merge, verify
 from lora_tool.core.errors import FindingsFound, IncompatibleBase, UnsupportedAdapter, WrongValue
 from lora_tool.formats.files import read_json
 from lora_tool.plans.algebra.plan_combine import plan_combine
+from lora_tool.workflows.inspect import InspectEachOptions, inspect_each
+from lora_tool.workflows.inspection.model import AdapterInspection
 from tests.judging import judge, lines
 from tests.oracle.peft_merge import FP32, load_model, save_adapter, save_base, saved_tensors
 from tests.oracle.test_combine import EXACT, QV, deltas, farthest, summed
+from tests.typed import type_it
 
 pytestmark = pytest.mark.usefixtures("typed_hints")
 
@@ -131,6 +136,12 @@ def test_heads_of_other_beginnings_are_refused(tmp_path: Path) -> None:
         merge([one, apart], base=base, average=True, out=tmp_path / "never")
     kept = combine([one, apart], average=True, head_of=apart, out=tmp_path / "kept").path
     assert torch.equal(saved_tensors(kept)[HEAD], saved_tensors(apart)[HEAD])
+    shown = inspect_each([one, other, apart], InspectEachOptions())
+    heads = [each.head[0] for each in shown if isinstance(each, AdapterInspection)]
+    first, near, far = (saved_tensors(each)[HEAD].double().flatten() for each in (one, other, apart))
+    cosines = [None, *(float(torch.cosine_similarity(first, each, dim=0)) for each in (near, far))]
+    assert [head.cosine for head in heads] == pytest.approx(cosines)
+    assert [head.norm for head in heads] == pytest.approx([float(each.norm()) for each in (first, near, far)])
     halves = summed([(0.5, with_labels(base, each, 1)) for each in (one, apart)])
     assert farthest(with_labels(base, kept, 1), halves) <= EXACT
     ignored = combine([one, apart], average=True, ignore=["LT530"], out=tmp_path / "ignored").path
@@ -218,3 +229,22 @@ def test_what_cannot_be_stacked_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(WrongValue, match=f"so {next(iter(each))} has no meaning"):
             combine([one, moved], stack=True, out=tmp_path / "never", **each)
     assert not (tmp_path / "never").exists()
+
+
+def test_the_lines_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / ".github" / "docs" / "combining.md").read_text()
+    typed = "".join(re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)).splitlines()
+    _, adapters = three(tmp_path)
+    for adapter, name in zip(adapters, "ABC", strict=True):
+        adapter.rename(tmp_path / name)
+    for name, head in (("helpful", 1.0), ("safe", -1.0)):
+        copied_with(tmp_path / "A", name, head=head)
+    monkeypatch.chdir(tmp_path)
+    assert len(typed) == 3
+    for line in typed:
+        words = shlex.split(line)
+        assert words.pop(0) == "lora-tool"
+        if words[0] == "combine":
+            shutil.rmtree("OUT", ignore_errors=True)
+        code, printed = type_it(tuple(words), {})
+        assert code == 0, printed

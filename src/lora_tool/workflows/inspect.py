@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lora_tool.checkpoints import Checkpoint, ModelDir
+from msgspec.structs import replace
+
+from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir
 from lora_tool.checkpoints.sources import Reference, opened, opened_model
 from lora_tool.core.choices import flag
 from lora_tool.core.errors import WrongValue
@@ -14,7 +16,7 @@ from lora_tool.core.options import Options, option
 from lora_tool.rules.bases import named_base
 from lora_tool.workflows.drawing import drawer
 from lora_tool.workflows.inspection.folders import inspect_checkpoint
-from lora_tool.workflows.inspection.model import Inspection
+from lora_tool.workflows.inspection.model import AdapterInspection, Inspection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +55,30 @@ def inspect_each(checkpoints: Sequence[Reference], options: InspectEachOptions) 
         raise WrongValue("`plot=FILE` draws one folder; lora-tool diff A B --plot FILE draws the difference of two")
     found = [opened(each) for each in checkpoints]
     inspections = tuple(inspect_checkpoint(each, norms=options.norms, spectra=options.spectra) for each in found)
+    if options.norms is not False and len(found) > 1:
+        inspections = tuple(_with_cosines(one, each, found[0]) for one, each in zip(inspections, found, strict=True))
     if options.plot is not None:
         base = _base_of(found[0], options.base)
         drawer().checkpoint(found[0], options.plot, base=base, facts=inspections[0].facts())
     return inspections
+
+
+def _with_cosines(inspection: Inspection, checkpoint: Checkpoint, first: Checkpoint) -> Inspection:
+    """Return the inspection of an adapter with the cosines of its heads and those of the first; else it as it is."""
+    if not (
+        isinstance(inspection, AdapterInspection)
+        and isinstance(checkpoint, AdapterDir)
+        and isinstance(first, AdapterDir)
+    ):
+        return inspection
+    from lora_tool.rules.adapter.lt5_several import cosine_of_heads  # only for several adapters
+
+    heads = []
+    for head in inspection.head:
+        own, other = checkpoint.tensors[head.name], first.tensors.get(head.name)
+        fits = checkpoint is not first and other is not None and other.shape == own.shape and head.norm is not None
+        heads.append(replace(head, cosine=cosine_of_heads(own, other)) if fits and other else head)
+    return replace(inspection, head=tuple(heads))
 
 
 def _base_of(checkpoint: Checkpoint, base: Reference | None) -> ModelDir | None:

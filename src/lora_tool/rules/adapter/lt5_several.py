@@ -88,7 +88,7 @@ def average_heads_of_other_beginnings(subject: SeveralAdapters) -> Iterator[Faul
     for one, other in pairs:
         path, second = str(one.adapter.root), str(other.adapter.root)
         for name in _heads_of_both(one, other):
-            found = _cosine(one.saved[name], other.saved[name])
+            found = cosine_of_heads(one.saved[name], other.saved[name])
             if found is not None and found < _ALIKE:
                 yield Fault(
                     message=f"the cosine of the heads of {path} and {second} is {found:.2f}, expected {_ALIKE} or more: each "
@@ -104,9 +104,9 @@ _ALIKE = 0.5
 """The cosine of two heads; those of one beginning have about 1, those of two about 0 ± 1/√width."""
 
 
-def _cosine(one: StoredTensor, other: StoredTensor) -> float | None:
+def cosine_of_heads(one: StoredTensor, other: StoredTensor) -> float | None:
     """Return the cosine of two tensors of one shape; None of what is no matrix of numbers, or of zeros."""
-    from lora_tool.formats.stored_numbers import READABLE, numbers  # numpy, only for a mean
+    from lora_tool.formats.stored_numbers import READABLE, numbers  # numpy, only where values are read
 
     if not {one.dtype, other.dtype} <= READABLE or len(one.shape) != MATRIX:
         return None

@@ -5,11 +5,14 @@ Everything but the norms is read from names, JSON and tensor headers (`factors` 
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from lora_tool.adapters.view import view_of
 from lora_tool.checkpoints import (
@@ -164,7 +167,7 @@ def _adapter(adapter: AdapterDir, *, norms: bool, spectra: bool) -> AdapterInspe
         init=config.init_lora_weights if config else None,
         targets=targets,
         modules=modules,
-        head=tuple(_info(adapter.tensors[name]) for name, head in plain.items() if head),
+        head=tuple(_head(adapter.tensors[name], norms=norms) for name, head in plain.items() if head),
         saved=tuple(_info(adapter.tensors[name]) for name, head in plain.items() if not head),
         others=tuple(
             _info(held) for name, held in adapter.tensors.items() if name not in plain and name not in factors
@@ -191,6 +194,14 @@ def _is_head(module: str) -> bool:
 
 def _info(tensor: StoredTensor) -> TensorInfo:
     return TensorInfo(name=tensor.name, dtype=str(tensor.dtype), shape=tensor.shape, nbytes=tensor.nbytes)
+
+
+def _head(tensor: StoredTensor, *, norms: bool) -> TensorInfo:
+    if not norms:
+        return _info(tensor)
+    from lora_tool.formats.stored_numbers import READABLE, square_sum  # numpy, only where values are read
+
+    return replace(_info(tensor), norm=math.sqrt(square_sum(tensor)) if tensor.dtype in READABLE else None)
 
 
 def _dtypes(tensors: TensorTable) -> Mapping[str, int]:

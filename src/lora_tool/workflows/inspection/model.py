@@ -16,6 +16,7 @@ from lora_tool.core.errors import BrokenFile
 from lora_tool.core.tables import TextTable
 from lora_tool.formats import model_card, training_record
 from lora_tool.formats.files import inside, read_object
+from lora_tool.models.ends import is_last_layer
 from lora_tool.workflows.inspection.curves import Curves
 
 _INITS = {"true": "PEFT's default (B = 0)", "false": "random A and B"}
@@ -91,6 +92,17 @@ class TensorInfo(Struct, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    norm: float | None = None
+    """The Frobenius norm, of the heads of adapters whose norms are computed."""
+    cosine: float | None = None
+    """That of the angle to the first adapter's head, of the heads of several adapters: near 1 if the two began alike."""
+
+    def __str__(self) -> str:
+        name, rows = self.name.removeprefix("base_model.model."), self.shape[0] if self.shape else 0
+        labels = counted(rows, "label") if is_last_layer(name.rpartition(".")[0]) else ""
+        norm = "" if self.norm is None else f"norm {number(self.norm)}"
+        cosine = "" if self.cosine is None else f"cosine with the first {number(self.cosine)}"
+        return ", ".join(filter(None, (f"{name} {list(self.shape)} {self.dtype}", labels, norm, cosine)))
 
 
 class TrainingProgress(Struct, frozen=True, kw_only=True):
@@ -284,10 +296,7 @@ def _span(numbers: Iterable[float | None]) -> str:
 
 
 def _tensor_list(tensors: Sequence[TensorInfo]) -> str:
-    listed = [
-        f"{tensor.name.removeprefix('base_model.model.')} {list(tensor.shape)} {tensor.dtype}"
-        for tensor in tensors[:_SHOWN]
-    ]
+    listed = [*map(str, tensors[:_SHOWN])]
     more = [f"and {len(tensors) - _SHOWN} more"] if len(tensors) > _SHOWN else []
     return "\n".join(listed + more)
 
