@@ -44,7 +44,7 @@ class Layer(Struct, frozen=True, kw_only=True):
             yield self.lora.a, (self.lora.scaling * numbers(rows_of(self.lora.b, number, 1))[0]).tolist()
 
 
-class Share(Struct, frozen=True, kw_only=True):
+class RowShare(Struct, frozen=True, kw_only=True):
     """The share that one row of a layer has in a row of a new head."""
 
     layer: Layer
@@ -52,7 +52,7 @@ class Share(Struct, frozen=True, kw_only=True):
     coefficient: float
 
 
-def head_of_rows(rows: Sequence[Sequence[Share]]) -> Mix:
+def head_of_rows(rows: Sequence[Sequence[RowShare]]) -> Mix:
     """Return the operation that makes a head, each of whose rows is the sum of its shares. Reads rows of lora_B."""
     found: dict[StoredTensor, list[list[float]]] = {}
     for at, shares in enumerate(rows):

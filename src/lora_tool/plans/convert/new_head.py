@@ -19,7 +19,7 @@ from lora_tool.formats.vocabulary import vocabulary_of
 from lora_tool.models.judges import judge_class
 from lora_tool.plans.algebra.head_rows import (
     Layer,
-    Share,
+    RowShare,
     exact_type,
     head_of_rows,
     is_of_head,
@@ -45,7 +45,7 @@ _TASKS = (None, "CAUSAL_LM", _TASK)
 """The task types of adapters that a head is made of."""
 
 
-class Head(Struct, frozen=True, kw_only=True):
+class NewHead(Struct, frozen=True, kw_only=True):
     """The head that is made: which rows it is of, the step that makes it, and what there is to say of it."""
 
     asked: Asked
@@ -71,7 +71,7 @@ class Head(Struct, frozen=True, kw_only=True):
         return {"asked": to_builtins(self.asked), "head": [label.as_json() for label in self.labels]}
 
 
-def head_for(source: AdapterDir | ModelDir, base: ModelDir, view: AdapterView | None, asked: Asked) -> Head:
+def head_for(source: AdapterDir | ModelDir, base: ModelDir, view: AdapterView | None, asked: Asked) -> NewHead:
     """Return the head that is asked for, of a model, or of an adapter, whose `view` it is, and its base. Reads its rows.
 
     Raises `UnsupportedAdapter` and `IncompatibleBase` for what has no such head, `WrongValue` where no tokens are known.
@@ -131,9 +131,9 @@ def _made(
     *,
     classifier: str | None,
     factor: float = 1.0,
-) -> Head:
+) -> NewHead:
     rows = [
-        [Share(layer=layer, row=row, coefficient=coefficient * factor) for _, row, coefficient in label.terms]
+        [RowShare(layer=layer, row=row, coefficient=coefficient * factor) for _, row, coefficient in label.terms]
         for label in labels
     ]
     op, stored = head_of_rows(rows), layer.weight.dtype
@@ -155,7 +155,7 @@ def _made(
         notes.append(f"{module} is {out.dtype}, {rounded}: {stored} does not hold its values")
     if asked.scale < 0:
         notes.append("a negative scale turns the order of the scores round")
-    return Head(asked=asked, labels=labels, step=step, classifier=classifier, notes=tuple(notes))
+    return NewHead(asked=asked, labels=labels, step=step, classifier=classifier, notes=tuple(notes))
 
 
 def _without_bias(layer: Layer, labels: Sequence[Label], factor: float) -> Iterator[str]:

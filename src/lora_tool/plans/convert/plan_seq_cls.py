@@ -45,7 +45,7 @@ from lora_tool.plans.convert.labels import (
     VLLM_FIELDS,
     Asked,
 )
-from lora_tool.plans.convert.new_head import Head, head_for
+from lora_tool.plans.convert.new_head import NewHead, head_for
 from lora_tool.plans.convert.peft_names import PeftNames, modules_of, peft_names
 from lora_tool.plans.convert.plan_convert import hint_of_names, renamed_steps
 from lora_tool.plans.core.ops import Copy, Precision
@@ -132,18 +132,18 @@ def _of_model(model: ModelDir, asked: Asked, findings: tuple[Finding, ...]) -> P
     )
 
 
-def _what(head: Head) -> str:
+def _what(head: NewHead) -> str:
     return f"{AdapterForm.SEQ_CLS} with {counted(len(head.labels), 'label')}"
 
 
-def _config_changes(model: ModelDir, head: Head, pad_id: int | None) -> dict[str, Any]:
+def _config_changes(model: ModelDir, head: NewHead, pad_id: int | None) -> dict[str, Any]:
     raw, names = model.whole_config.raw, [label.name for label in head.labels]
     class_name = head.classifier or model.whole_config.architectures[0]
     changes = classifier_changes(model, class_name, len(names), pad_id, names)
     return changes | {name: None for name in VLLM_FIELDS if name in raw}
 
 
-def _left_out(name: str, tensor: StoredTensor, head: Head) -> InputRecord:
+def _left_out(name: str, tensor: StoredTensor, head: NewHead) -> InputRecord:
     """Return that a tensor of the layer in whose place the head is has no place in the output."""
     reason = f"{head.step.out.name} is in its place"
     return InputRecord(path=tensor.path, name=name, action=TensorAction.DROPPED, reason=reason)
@@ -192,12 +192,12 @@ def _of_adapter(adapter: AdapterDir, base: ModelDir, asked: Asked, findings: tup
     return replace(plan, warnings=(*plan.warnings, *head.warnings))
 
 
-def _for_peft(head: Head) -> str:
+def _for_peft(head: NewHead) -> str:
     count = len(head.labels)
     return f"PEFT loads it into a base with num_labels={count}: AutoModelForSequenceClassification.from_pretrained(BASE, num_labels={count})"
 
 
-def _without(held: PeftNames, head: Head) -> PeftNames:
+def _without(held: PeftNames, head: NewHead) -> PeftNames:
     """Return the adapter without the layer in whose place the head is, with the head in `modules_to_save`."""
 
     def is_gone(path: str) -> bool:
