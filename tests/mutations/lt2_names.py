@@ -27,6 +27,15 @@ def _raw_beside_saved(folder: Path) -> None:
 
 
 EDITS = {
+    "LT235": Edit(
+        CAUSAL, target="unembed_tokens", tensors=edit.lora("model.unembed_tokens", rows=304, columns=16), with_base=True
+    ),
+    "LT235 linear attention": Edit(
+        CAUSAL, renamed=lambda name: name.replace("self_attn.q_proj", "linear_attn.in_proj_q")
+    ),
+    "LT235 native experts": Edit(
+        CAUSAL, tensors={"{PREFIX}model.layers.0.mlp.experts.lora_gate_and_up_A": raw(2, 16, 4)}
+    ),
     "LT213": Edit(REWARD, copied={"{PREFIX}score.original_module.weight": "{SCORE}"}),
     "LT213 both copies": Edit(
         REWARD,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
+from lora_tool.adapters.dialects import foreign_in
 from lora_tool.adapters.view import view_of
 from lora_tool.checkpoints import AdapterDir, Checkpoint, ModelDir, open_sharded
 from lora_tool.checkpoints.registry import holds_rank_files
@@ -257,6 +258,10 @@ class Judge(Struct, frozen=True, kw_only=True, eq=False):
             if Need.WEIGHTS in rule.needs and checkpoint.weights.is_broken:
                 return "the weights cannot be read; that is reported above"
             reason = _why_no_config(checkpoint, rule.needs)
+            if reason is None and Need.WEIGHTS in rule.needs and isinstance(subject, AdapterSubject):
+                reason = next(
+                    (f"its names are {each.dialect.program}'s" for each in foreign_in(subject.checkpoint)), None
+                )
             if reason is None and rule.needs & {Need.BASE, Need.NAMES} and isinstance(subject, AdapterSubject):
                 partly = Need.SAME_NAMES in rule.needs and subject.same_names is not None
                 matched = Need.BASE not in rule.needs or partly

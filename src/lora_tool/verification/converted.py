@@ -24,7 +24,7 @@ from lora_tool.adapters.view import AdapterView, LoraLayer, view_of
 from lora_tool.core.keys import WRAPPERS
 from lora_tool.core.machine import available_cores
 from lora_tool.core.progress import Progress
-from lora_tool.core.tensors import StoredTensor
+from lora_tool.core.tensors import Span, StoredTensor
 from lora_tool.formats.adapter_config import ExpertLayout
 from lora_tool.plans.algebra.terms import Term
 from lora_tool.plans.computed import ConvertInputs
@@ -78,11 +78,15 @@ def _origins(
 ) -> Iterator[tuple[LoraLayer, LoraLayer, StoredTensor]]:
     """Yield the layers whose lora_B has another layer's bytes, by the plan, that other layer, and the lora_B."""
     sources = {step.out.name: step.op.source.spans for step in plan.steps}
-    known = {layer.b.spans: layer for layer in before.layers if layer.b is not None}
+    known = defaultdict[tuple[Span, ...], list[LoraLayer]](list)
+    for layer in before.layers:
+        if layer.b is not None:
+            known[layer.b.spans].append(layer)
     for layer in layers:
-        of = None if layer.b is None else known.get(sources.get(layer.b.name, ()))
-        if of is not None and layer.b is not None:
-            yield layer, of, layer.b
+        # experts may share one lora_B
+        of = known.get(sources.get(layer.b.name, ())) if layer.b is not None else None
+        if of and layer.b is not None:
+            yield layer, next((each for each in of if not _renamed(layer, each)), of[0]), layer.b
 
 
 def _renamed(layer: LoraLayer, of: LoraLayer) -> str:

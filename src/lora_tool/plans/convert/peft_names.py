@@ -10,9 +10,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from lora_tool.adapters.dialects import foreign_in, translated
 from lora_tool.adapters.mlx import is_mlx, read_mlx
 from lora_tool.adapters.readings import Readings
-from lora_tool.adapters.view import AdapterView, bare_path
+from lora_tool.adapters.view import AdapterView, bare_path, view_of
 from lora_tool.checkpoints import AdapterDir, ModelDir
 from lora_tool.checkpoints.folders import read_folder
 from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
@@ -27,6 +28,7 @@ from lora_tool.formats.patterns import is_path
 from lora_tool.formats.stored import same_values
 from lora_tool.models.model_tensors import ModuleNames, module_names
 from lora_tool.plans.base.task import auto_class_for
+from lora_tool.rules.bases import named_base
 
 
 class PeftNames(Struct, frozen=True, kw_only=True):
@@ -137,14 +139,25 @@ class Convertible(Struct, frozen=True, kw_only=True):
 
 
 def convertible(reference: Reference, base: Reference | None = None) -> Convertible:
-    """Return the adapter that is named: PEFT's, or MLX-LM's in a folder here. Raises as `opened_adapter`, `read_mlx`."""
+    """Return the adapter that is named: PEFT's, that of a dialect, or MLX-LM's in a folder here.
+
+    Raises as `opened_adapter`, `translated`, `read_mlx`.
+    """
     folder = expanded(reference) if isinstance(reference, str | os.PathLike) else None
     if folder is None or not folder.is_dir() or not is_mlx(read_folder(folder)):
-        return Convertible(adapter=opened_adapter(reference))
+        return _from_dialect(opened_adapter(reference), base)
     model = None if base is None else opened_model(base, near=folder)
     found = read_mlx(folder, None if model is None else model.tensors)
     named = {} if model is None else {"base_model_name_or_path": str(model.root.resolve())}
     return Convertible(adapter=found.adapter, rebuilt={**found.fields, **named})
+
+
+def _from_dialect(adapter: AdapterDir, base: Reference | None) -> Convertible:
+    if not foreign_in(adapter):  # as nearly always
+        return Convertible(adapter=adapter)
+    model = named_base(adapter)[0] if base is None else opened_model(base, near=adapter.root)
+    found = translated(view_of(adapter), model)
+    return Convertible(adapter=found.adapter, rebuilt=found.fields)
 
 
 # The modules of an adapter's base model, which give names their lost prefix.

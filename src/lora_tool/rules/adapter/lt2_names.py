@@ -1,10 +1,11 @@
-"""LT211, LT213 and LT222: the names of an adapter's tensors, and what its files hold besides."""
+"""LT211, LT213, LT222 and LT235: the names of an adapter's tensors, and what its files hold besides."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
 
+from lora_tool.adapters.dialects import foreign_in
 from lora_tool.adapters.readings import AS_THEY_ARE, Readings
 from lora_tool.adapters.view import AdapterView, drift
 from lora_tool.core.display import size
@@ -180,3 +181,23 @@ def weights_beside_the_adapter(subject: AdapterSubject) -> Iterator[Fault]:
         into_base = "merge with the program that trained it, or put these weights into the base first"
         hint = as_reward if is_head else into_base
         yield Fault(message=message, path=root / name, hint=hint)
+
+
+@rule("LT235", Severity.ERROR, on=AdapterSubject, unmergeable=True)
+def dialect(subject: AdapterSubject) -> Iterator[Fault]:
+    """Names of the program that trained it, which PEFT does not know.
+
+    What it does: Looks for names that Tinker and NeMo Automodel give modules, or the factors of experts. The rules that
+    read tensors are skipped then.
+    Why it matters: PEFT and servers find no such module, and load the adapter without it, or refuse it.
+    Example: LoRA on `model.unembed_tokens`, as Tinker calls the output layer.
+    What to do: Write it under PEFT's names: `lora-tool convert ADAPTER --to peft --base BASE`.
+    """
+    root, base = subject.checkpoint.root, subject.base
+    given = "MODEL" if base is None else shlex.quote(str(base.root))
+    for each in foreign_in(subject.checkpoint):
+        yield Fault(
+            subject=each.tensor,
+            message=f"has {each.dialect.program}'s name of {each.dialect.means}, which PEFT does not know",
+            hint=each.dialect.way_out or f"lora-tool convert {shlex.quote(str(root))} --to peft --base {given}",
+        )

@@ -10,32 +10,22 @@ from lora_tool.rules.engine.registry import Fault, Need, rule
 from lora_tool.rules.engine.subjects import AdapterSubject
 from lora_tool.rules.serving.servers import WHOLE, asked, asked_for_peft, fault, merged
 
-_OF_TRAINERS = {"unembed_tokens": "lm_head"}
-"""What Tinker calls modules → what transformers does."""
-
 
 @rule("LT816", Severity.ERROR, on=AdapterSubject, needs=WHOLE | {Need.BASE_IN_PART})
 def served_names(subject: AdapterSubject) -> Iterator[Fault]:
     """Modules that the server refuses, or does not find, by their names.
 
     What it does: For PEFT, looks for LoRA on `out_proj` and `conv1d` of a Mamba, Falcon-H1 or Nemotron-H base, which it
-    refuses when it loads the adapter. Without a base, looks for `unembed_tokens`, as Tinker calls the output layer.
-    Why it matters: PEFT and vLLM stop when they load the adapter, or it is served without these modules.
+    refuses when it loads the adapter.
+    Why it matters: PEFT stops when it loads the adapter.
     Example: LoRA on `backbone.layers.0.mixer.out_proj` with a Nemotron-H base.
     What to do: Merge the adapter and serve the merged model: `lora-tool merge ADAPTER`.
     """
     config = None if subject.base is None else subject.base.config
     model_type = str(config and config.model_type)
     for form in (*asked_for_peft(subject), *asked(subject)):
-        refused, foreign = (
-            [layer.target for layer in subject.layers if layer.target.rpartition(".")[2] in names]
-            for names in (form.refused.get(model_type, ()), _OF_TRAINERS)
-        )
+        names = form.refused.get(model_type, ())
+        refused = [layer.target for layer in subject.layers if layer.target.rpartition(".")[2] in names]
         if refused:
             message = f"{form.name} refuses LoRA on {named(refused, 3)} of a {model_type} model"
             yield fault(subject, refused[0], message, hint=merged(subject))
-        if foreign and subject.base is None:  # else LT501 says it
-            name = foreign[0].rpartition(".")[2]
-            message = f"{form.name} finds no `{name}`: it is what Tinker calls `{_OF_TRAINERS[name]}`"
-            hint = f"rename `{name}` to `{_OF_TRAINERS[name]}` in the weights and in `target_modules`"
-            yield fault(subject, foreign[0], message, hint=hint)
