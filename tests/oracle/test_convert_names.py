@@ -74,10 +74,10 @@ def test_every_form_of_names_beside_its_base(model_type: str, tmp_path: Path) ->
 def test_without_transformers_a_name_with_two_meanings_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, good, _ = made(tmp_path, "t5")
+    base, good, _ = made(tmp_path, "qwen2_vl")
     tensors = load_file(good / WEIGHTS)
-    save_file({name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}, good / WEIGHTS)
+    save_file({name.removeprefix(f"{PREFIX}model."): tensor for name, tensor in tensors.items()}, good / WEIGHTS)
     monkeypatch.setattr(base_modules, "find_spec", lambda _: None)
     with pytest.raises(UnsupportedAdapter, match="the modules of the base model are not known") as refused:
         plan_convert(open_adapter(good), to="peft", base=open_model(base))
-    assert refused.value.hint == "install transformers, which knows the modules of a t5: pip install 'lora-tool[merge]'"
+    assert refused.value.hint == "install transformers, which knows the modules of a qwen2_vl: pip install 'lora-tool[merge]'"
