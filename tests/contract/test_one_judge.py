@@ -90,7 +90,7 @@ PATIENTS = {
         third=1,
         enough=30,
         # in which order PEFT wraps experts; whether what is nowhere on disk is in memory
-        untold=frozenset({"LT221", "LT501", "LT506 absent"}),
+        untold=frozenset({"LT221", "LT501", "LT501 below another name", "LT506 absent"}),
     ),
     "bert": Patient(
         model=_bert,

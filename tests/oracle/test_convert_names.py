@@ -80,4 +80,7 @@ def test_without_transformers_a_name_with_two_meanings_is_refused(
     monkeypatch.setattr(base_modules, "find_spec", lambda _: None)
     with pytest.raises(UnsupportedAdapter, match="the modules of the base model are not known") as refused:
         plan_convert(open_adapter(good), to="peft", base=open_model(base))
-    assert refused.value.hint == "install transformers, which knows the modules of a qwen2_vl: pip install 'lora-tool[merge]'"
+    assert (
+        refused.value.hint
+        == "install transformers, which knows the modules of a qwen2_vl: pip install 'lora-tool[merge]'"
+    )

@@ -140,7 +140,8 @@ MAKERS: dict[str, Maker] = {
 
 
 def test_every_kind_has_a_sample() -> None:
-    assert MAKERS.keys() == {kind.name for kind in kinds()}
+    # only llama.cpp reads the last, which is no save of a run: tests/oracle/test_gguf.py
+    assert MAKERS.keys() == {kind.name for kind in kinds()} - {"GGUF adapter"}
 
 
 Answer = tuple[int, str, str]

@@ -95,7 +95,7 @@ def average_heads_of_other_beginnings(subject: SeveralAdapters) -> Iterator[Faul
                     "run began with a random head of its own, and their mean scores no better than one of them",
                     subject=one.saved[name].name,
                     path=path,
-                    hint=f"average ΔW with one head: lora-tool combine {_of_all(subject, one)}; average the heads nevertheless: "
+                    hint=f"average ΔW with one head: {_of_all(subject, one)}; average the heads nevertheless: "
                     "--ignore LT530",
                 )
 
@@ -125,10 +125,10 @@ def _heads_of_both(one: AdapterView, other: AdapterView) -> list[str]:
 
 
 def _of_all(subject: SeveralAdapters, kept: AdapterView, *, average: bool = True) -> str:
-    """Return the arguments of `combine` for all of the adapters, with the head of one."""
-    paths = shlex.join(str(view.adapter.root) for view in subject.views)
-    mean = "--average " if average else ""
-    return f"{paths} {mean}--head-of {shlex.quote(str(kept.adapter.root))} -o OUT"
+    """Return the command that combines all of the adapters, with the head of one."""
+    paths = [str(view.adapter.root) for view in subject.views]
+    mean = ["--average"] if average else []
+    return shlex.join(["lora-tool", "combine", *paths, *mean, "--head-of", str(kept.adapter.root), "-o", "OUT"])
 
 
 def _way_out(subject: SeveralAdapters, one: AdapterView, other: AdapterView, name: str) -> str | None:
@@ -136,17 +136,17 @@ def _way_out(subject: SeveralAdapters, one: AdapterView, other: AdapterView, nam
     keep = _of_all(subject, one if name in one.saved else other, average=subject.average)
     if subject.average:
         return (
-            f"average ΔW, and keep what one adapter saved whole: lora-tool combine {keep}"
+            f"average ΔW, and keep what one adapter saved whole: {keep}"
             if name in {**one.saved, **other.saved}
             else None
         )
     if name in _heads_of_both(one, other):
         paths = shlex.join(str(view.adapter.root) for view in subject.views)
-        return f"the mean of the models: lora-tool combine {paths} --average -o OUT; their sum with one head: lora-tool combine {keep}"
+        return f"the mean of the models: lora-tool combine {paths} --average -o OUT; their sum with one head: {keep}"
     first, second = (shlex.quote(str(view.adapter.root)) for view in (one, other))
     return (
         f"merge one, then the other into the result: lora-tool merge {first} -o MERGED, then lora-tool merge {second} "
-        f"--base MERGED; to keep what one of them saved whole: lora-tool combine {keep}"
+        f"--base MERGED; to keep what one of them saved whole: {keep}"
     )
 
 
