@@ -12,7 +12,7 @@ _ALL = (*_DENSE, "qwen3-moe", "mixtral")
 KNOWN: Mapping[tuple[Server, str, str], str] = {
     # `convert --to peft` gives the names their prefix first
     **{(Server.VLLM, base, "without-prefix"): "right, but prepare refuses" for base in _ALL},
-    **{(Server.LLAMA_CPP, base, "without-prefix"): "right, but LT211; right, but prepare refuses" for base in _ALL},
+    **{(Server.LLAMA_CPP, base, "without-prefix"): "right, but prepare refuses" for base in _ALL},
     # the config's blocks are of a module that Phi-3 does not have
     (Server.LLAMA_CPP, "phi3", "block-diagonal"): "right, but LT810; right, but prepare refuses",
 }
