@@ -42,6 +42,8 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("name", BASES)
 def test_what_is_said_is_what_the_server_does(server: Server, name: str, tmp_path: Path) -> None:
     python_of(server)
+    if (server, name) == (Server.LLAMA_CPP, "gemma3"):
+        pytest.skip("llama.cpp's runner loads no Gemma 3 this small")
     seen = compared(server, name, tmp_path)
     if report := os.environ.get("SERVERS_REPORT"):
         Path(report, f"{server.value}-{name}.json").write_text(json.dumps(vars(seen), indent=1))
