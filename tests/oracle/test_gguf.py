@@ -9,9 +9,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lora_tool import plan_prepare, prepare, validate, verify
 from lora_tool.core.errors import LoraToolError, UnsupportedAdapter, UnsupportedCheckpoint
+from lora_tool.core.keys import PREFIX
 from lora_tool.core.report import Severity
 from lora_tool.formats.files import read_json
 from tests.cli.calling import Caller
@@ -163,6 +165,24 @@ def test_only_llama_cpp_takes_the_file(call: Caller, tmp_path: Path) -> None:
     found = validate(out, servers=["vllm", "peft", "llama.cpp"]).findings
     assert [(each.code, each.message.partition(" ")[0]) for each in found] == [("LT813", "PEFT"), ("LT813", "vLLM")]
     assert "adapter.gguf" in call("push", out, "owner/name", "--dry-run").out
+
+
+@pytest.mark.parametrize("server", ["vllm", "llama.cpp"])
+def test_names_without_pefts_prefix_are_written_with_it_where_the_server_reads_them(
+    server: str, tmp_path: Path
+) -> None:
+    base, (adapter,) = adapters_of(tmp_path, "llama", QV)
+    good = prepare(adapter, server, base=base, out=tmp_path / "good").path
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    bare = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    save_file(bare, adapter / "adapter_model.safetensors")
+    out = prepare(adapter, server, base=base, out=tmp_path / "out").path
+    name = "adapter.gguf" if server == "llama.cpp" else "adapter_model.safetensors"
+    assert (out / name).read_bytes() == (good / name).read_bytes()
+    assert not verify(out).report.findings
+    assert not validate(adapter, base=base, servers=[server]).at_least(Severity.WARNING)
+    with pytest.raises(LoraToolError, match="LT211"):
+        plan_prepare(adapter, "peft", base=base)
 
 
 def test_a_broken_file_is_found(tmp_path: Path) -> None:

@@ -6,13 +6,7 @@ from collections.abc import Mapping
 
 from lora_tool import Server
 
-_DENSE = ("llama", "qwen2", "qwen2-tied", "qwen3", "gemma3", "phi3")
-_ALL = (*_DENSE, "qwen3-moe", "mixtral")
-
 KNOWN: Mapping[tuple[Server, str, str], str] = {
-    # `convert --to peft` gives the names their prefix first
-    **{(Server.VLLM, base, "without-prefix"): "right, but prepare refuses" for base in _ALL},
-    **{(Server.LLAMA_CPP, base, "without-prefix"): "right, but prepare refuses" for base in _ALL},
     # the converter stacks all three matrices of an expert, and says loudly that some are missing; `prepare` adds zeros
     **{
         (Server.LLAMA_CPP, base, "experts-down-only-one-by-one"): "refused, and no error"

@@ -12,10 +12,11 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from lora_tool.adapters.experts import parameter_of
 from lora_tool.checkpoints import AdapterDir
-from lora_tool.core.keys import LINEAR_FACTORS, PREFIX, AdapterKey, Part, without_numbers, without_wrapped
+from lora_tool.core.keys import LINEAR_FACTORS, PREFIX, AdapterKey, Part, parse_all, without_numbers, without_wrapped
 from lora_tool.core.records import kept
 from lora_tool.core.tensors import StoredTensor
 from lora_tool.formats.adapter_config import FILE_NAME, AdapterConfig
@@ -290,6 +291,22 @@ def bare_path(module: str) -> str:
     while path.startswith("module."):
         path = path.removeprefix("module.")
     return path
+
+
+def is_bare(name: str, key: AdapterKey) -> bool:
+    """Return whether a name, parsed as `key`, is PEFT's without what PEFT puts before a path."""
+    return key.module == bare_path(key.module) and name == key.canonical.removeprefix(PREFIX)
+
+
+def with_prefix(adapter: AdapterDir) -> AdapterDir:
+    """Return the adapter under PEFT's names, where all of its names are bare; any other as it is."""
+    if not all(is_bare(name, key) for name, key in adapter.keys.items()):
+        return adapter
+    tensors = {
+        f"{PREFIX}{name}": replace(tensor, spec=replace(tensor.spec, name=f"{PREFIX}{name}"))
+        for name, tensor in adapter.tensors.items()
+    }
+    return replace(adapter, weights=replace(adapter.weights, tensors=tensors), keys=parse_all(tensors))
 
 
 def drift(key: AdapterKey) -> str | None:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from lora_tool.adapters.gguf import layout_of
 from lora_tool.adapters.mlx import MLX_WEIGHTS
-from lora_tool.adapters.view import AdapterView, view_of
+from lora_tool.adapters.view import AdapterView, view_of, with_prefix
 from lora_tool.checkpoints import ADAPTER_WEIGHTS, ModelDir
 from lora_tool.checkpoints.sources import Reference, opened_adapter, opened_model
 from lora_tool.core.display import counted, named
@@ -88,7 +88,8 @@ def plan_prepare(
     opened = opened_adapter(adapter)
     model = None if base is None else opened_model(base)
     judged = model or named_base(opened)[0]
-    report = MergeJudge(ignore=tuple(ignore)).as_stored((opened,), judged, computing=False)
+    seen = with_prefix(opened) if form.bare_names else opened
+    report = MergeJudge(ignore=tuple(ignore)).as_stored((seen,), judged, computing=False)
     view = view_of(opened)
     _require_form(view, chosen, model, judged, approximate=approximate)
     names = _names(view, form, model, judged)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from lora_tool.adapters.dialects import foreign_in
 from lora_tool.adapters.readings import AS_THEY_ARE, Readings
-from lora_tool.adapters.view import AdapterView, drift
+from lora_tool.adapters.view import AdapterView, drift, is_bare
 from lora_tool.core.display import size
-from lora_tool.core.keys import PREFIX, AdapterKey, Part
+from lora_tool.core.keys import PREFIX, Part
 from lora_tool.core.report import Severity
 from lora_tool.formats.stored import same_values
 from lora_tool.models.ends import (
@@ -56,7 +56,7 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
                 subject=name,
                 message=f"{why}; expected `{PREFIX}{view.paths[key.module]}…`",
                 hint=hint,
-                severity=Severity.INFO if bare and _is_path(name, key, view) else None,
+                severity=Severity.INFO if bare and is_bare(name, key) else None,
             )
             for name, key in view.adapter.keys.items()
             if wrong.get(name) == why
@@ -67,11 +67,6 @@ def prefix_drift(subject: AdapterSubject) -> Iterator[Fault | Unchecked]:
             yield Fault(subject=copy.tensor.name, message=message, hint=hint, mergeable=True)
     yield from _adapter_names(view, hint)
     yield from _lost_path(subject, hint)
-
-
-def _is_path(name: str, key: AdapterKey, view: AdapterView) -> bool:
-    """Return whether a name is PEFT's without what it puts before a path."""
-    return key.module == view.paths[key.module] and name == key.canonical.removeprefix(PREFIX)
 
 
 def _lost_path(subject: AdapterSubject, hint: str) -> Iterator[Fault | Unchecked]:
