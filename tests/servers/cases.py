@@ -100,7 +100,8 @@ BASES: Mapping[str, Base] = {
     "qwen3": Base(model="qwen3", config={"tie_word_embeddings": False}),
     "gemma3": Base(model="gemma3_text", config={"query_pre_attn_scalar": 32}),
     "phi3": Base(model="phi3", words=_OF_PHI3),
-    "qwen3-moe": Base(model="qwen3_moe", words=_OF_EXPERTS, experts=True),
+    # llama.cpp always normalises the weights of the chosen experts, as the published configs say
+    "qwen3-moe": Base(model="qwen3_moe", config={"norm_topk_prob": True}, words=_OF_EXPERTS, experts=True),
     "mixtral": Base(model="mixtral", words=_OF_EXPERTS, experts=True),
     "gpt2": Base(
         model="gpt2", config={"n_embd": 128, "n_head": 4, "n_ctx": 128}, words=_OF_GPT2, lora={"fan_in_fan_out": True}
