@@ -96,7 +96,7 @@ def average_heads_of_other_beginnings(subject: SeveralAdapters) -> Iterator[Faul
                     subject=one.saved[name].name,
                     path=path,
                     hint=f"average ΔW with one head: {_of_all(subject, one)}; average the heads nevertheless: "
-                    "--ignore LT530",
+                    f"{_combined(subject, '--average', '--ignore', 'LT530')}",
                 )
 
 
@@ -126,9 +126,13 @@ def _heads_of_both(one: AdapterView, other: AdapterView) -> list[str]:
 
 def _of_all(subject: SeveralAdapters, kept: AdapterView, *, average: bool = True) -> str:
     """Return the command that combines all of the adapters, with the head of one."""
-    paths = [str(view.adapter.root) for view in subject.views]
     mean = ["--average"] if average else []
-    return shlex.join(["lora-tool", "combine", *paths, *mean, "--head-of", str(kept.adapter.root), "-o", "OUT"])
+    return _combined(subject, *mean, "--head-of", str(kept.adapter.root))
+
+
+def _combined(subject: SeveralAdapters, *options: str) -> str:
+    paths = (str(view.adapter.root) for view in subject.views)
+    return shlex.join(["lora-tool", "combine", *paths, *options, "-o", "OUT"])
 
 
 def _way_out(subject: SeveralAdapters, one: AdapterView, other: AdapterView, name: str) -> str | None:
