@@ -18,36 +18,3 @@ from lora_tool.rules.merged import lt6_base, lt6_headers, lt6_values
 from lora_tool.rules.model import lt3_functions, lt3_model_ends, lt3_tensors, lt3_tokenizers
 from lora_tool.rules.serving import lt8_beside, lt8_form, lt8_models, lt8_names, lt8_paths, lt8_scores, lt8_served
 from lora_tool.rules.training import lt4_contents, lt4_rank_files, lt4_values, lt7_run
-
-FAMILIES = (
-    lt2_config,
-    lt2_layers,
-    lt2_names,
-    lt2_targets,
-    lt2_weights,
-    lt3_head,
-    lt5_base,
-    lt5_hazards,
-    lt5_model,
-    lt5_other_base,
-    lt5_several,
-    lt1_containers,
-    lt6_base,
-    lt6_headers,
-    lt6_values,
-    lt3_functions,
-    lt3_model_ends,
-    lt3_tensors,
-    lt3_tokenizers,
-    lt8_beside,
-    lt8_form,
-    lt8_models,
-    lt8_names,
-    lt8_paths,
-    lt8_scores,
-    lt8_served,
-    lt4_contents,
-    lt4_rank_files,
-    lt4_values,
-    lt7_run,
-)
