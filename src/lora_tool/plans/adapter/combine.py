@@ -19,8 +19,7 @@ from lora_tool.core.keys import Part, without_wrapped
 from lora_tool.core.tensors import StoredTensor, TensorTable
 from lora_tool.formats.adapter_config import AdapterConfig, ExpertLayout
 from lora_tool.formats.stored import same_values
-from lora_tool.models.ends import head_of
-from lora_tool.plans.core.factor_ops import Mix, mean_of
+from lora_tool.plans.core.factor_ops import Mix, averaged_heads, mean_of
 from lora_tool.plans.core.operation import BiasTerm, LoraTerm
 
 if TYPE_CHECKING:
@@ -280,14 +279,8 @@ def require_saved_in_first(adapted: Sequence[Adapted]) -> None:
 
 def _means(adapted: Sequence[Adapted]) -> dict[str, Mix]:
     """Return what averages the heads that all adapters have, and whose values differ."""
-    first, *others = (part.modules.saved for part in adapted)
-    found = {}
-    for name, tensor in first.items():
-        held = [tensor, *(table[name] for table in others if name in table)]
-        differ = not all(same_values(tensor, other) for other in held)
-        if differ and len(held) == len(adapted) and head_of(name.rpartition(".")[0]):
-            found[name] = mean_of(held, [part.weight for part in adapted])
-    return found
+    weights = [part.weight for part in adapted]
+    return {name: mean_of(held, weights) for name, held in averaged_heads([part.modules.saved for part in adapted])}
 
 
 def _without_repeated(part: Adapted, earlier: Sequence[Adapted], means: Collection[str]) -> Adapted:

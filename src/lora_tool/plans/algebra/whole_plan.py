@@ -23,7 +23,7 @@ from lora_tool.formats.stored import same_values
 from lora_tool.models.ends import head_of
 from lora_tool.models.text_classes import text_class_of
 from lora_tool.plans.algebra.ranks import ModuleRank, rank_warnings, total_kept
-from lora_tool.plans.core.factor_ops import mean_of
+from lora_tool.plans.core.factor_ops import averaged_heads, mean_of
 from lora_tool.plans.core.manifest import adapters_in, describe_input, input_name
 from lora_tool.plans.core.ops import Copy, Precision
 from lora_tool.plans.core.plan import Plan
@@ -185,16 +185,10 @@ def whole_tensors(
 
 def _means(views: Sequence[AdapterView], weights: Sequence[float]) -> Iterator[Step]:
     """Yield the steps that average heads which all adapters have, and whose values differ."""
-    first, *others = (dict(_named(view, [])) for view in views)
-    for name, tensor in first.items():
-        held = [tensor, *(table[name] for table in others if name in table)]
-        differ = not all(same_values(tensor, other) for other in held)
-        if differ and len(held) == len(views) and head_of(keys.parse(name).module):
-            dtype = DType.F64 if any(each.dtype is DType.F64 for each in held) else DType.F32
-            out = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
-            yield Step(
-                out=out, op=mean_of(held, weights), action=TensorAction.COMPUTED, reason="the mean of all adapters'"
-            )
+    for name, held in averaged_heads([dict(_named(view, [])) for view in views]):
+        dtype = DType.F64 if any(each.dtype is DType.F64 for each in held) else DType.F32
+        out = TensorSpec(name=name, dtype=dtype, shape=held[0].shape)
+        yield Step(out=out, op=mean_of(held, weights), action=TensorAction.COMPUTED, reason="the mean of all adapters'")
 
 
 def magnitude_steps(view: AdapterView) -> Iterator[Step]:

@@ -7,14 +7,16 @@ it must lose no more than its own dtype loses.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from lora_tool.core.tensors import StoredTensor
+from lora_tool.core.tensors import StoredTensor, TensorTable
+from lora_tool.formats.stored import same_values
+from lora_tool.models.ends import head_of
 from lora_tool.plans.core.operation import InputNames, Operation, Sums, input_of, rows_of
 
 if TYPE_CHECKING:
@@ -244,6 +246,16 @@ def as_matrix(tensor: StoredTensor) -> StoredTensor:
     height = tensor.shape[0]
     spec = replace(tensor.spec, shape=(height, prod(tensor.shape) // max(1, height)))
     return tensor if spec.shape == tensor.shape else StoredTensor(spec=spec, spans=tensor.spans)
+
+
+def averaged_heads(tables: Sequence[TensorTable]) -> Iterator[tuple[str, list[StoredTensor]]]:
+    """Yield the tensors of heads that all tables have under one name, and whose values differ. Reads their values."""
+    first, *others = tables
+    for name, tensor in first.items():
+        held = [tensor, *(table[name] for table in others if name in table)]
+        in_all = len(held) == len(tables) and head_of(name.rpartition(".")[0])
+        if in_all and not all(same_values(tensor, other) for other in held[1:]):
+            yield name, held
 
 
 def mean_of(tensors: Sequence[StoredTensor], weights: Sequence[float]) -> Mix:
