@@ -50,7 +50,8 @@ def averaged(weights: Sequence[float]) -> tuple[float, ...]:
     if total == 0:
         given = ", ".join(f"{weight:g}" for weight in weights)
         raise WrongValue(
-            f"average: the weights {given} add up to 0, so there is no mean", hint="other weights, such as A=2 B=1"
+            f"average: the weights {given} add up to 0, and a mean divides by their sum",
+            hint="give other weights, such as A=2 B=1",
         )
     return tuple(weight / total for weight in weights)
 

@@ -22,7 +22,7 @@
     │   ├── HubRefused             permission is missing, or the request is not accepted
     │   ├── HubConflict            somebody else's change is in the way
     │   └── HubUnreachable         network, overload or rate limit: a retry may succeed
-    ├── ServerError                an inference server did not answer what was asked
+    ├── ServerError                an inference server refused a request, or its answer is unusable
     │   └── ServerUnreachable      network, overload or time: a retry may succeed
     ├── WrongValue                 an argument has a value that is not allowed
     │   └── UnknownRule            no rule has the code that was given
@@ -235,7 +235,7 @@ class HubUnreachable(HubError):
 
 
 class ServerError(LoraToolError):
-    """An inference server did not answer what was asked. The message never holds the key."""
+    """An inference server refused a request, or its answer is unusable. The message never holds the key."""
 
 
 class ServerUnreachable(ServerError):

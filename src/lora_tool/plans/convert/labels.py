@@ -176,7 +176,7 @@ VLLM_FIELDS = ("classifier_from_token", "method", "is_original_qwen3_reranker")
 
 
 def tokens_named(model: ModelDir, words: WordIds, asked: Asked) -> Asked:
-    """Return what is asked for; where no token is, those that the judge's folder names.
+    """Return the request; one without tokens gets those that the judge's folder names.
 
     sentence-transformers' `LogitScore` has one or two ids, vLLM's `classifier_from_token` the false token first, or one
     for each label. Raises `WrongValue` where the folder names none.

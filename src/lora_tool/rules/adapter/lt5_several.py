@@ -211,9 +211,9 @@ def _clashes(one: AdapterView, other: AdapterView, *, average: bool) -> Iterator
 def _without_mean(has: AdapterView, lacks: AdapterView) -> Iterator[tuple[str, str]]:
     """Yield what only one of two adapters holds whole: the other has the base's values, which no adapter holds."""
     for name in sorted(has.saved.keys() - lacks.saved.keys()):
-        yield name, "is saved whole in only one of the two adapters, so there is no mean"
+        yield name, "is saved whole in only one of the two adapters, and cannot be averaged"
     for module in sorted(has.tokens.keys() - lacks.tokens.keys()) if not lacks.config.token_indices else ():
-        yield module, "has trained tokens in only one of the two adapters, so there is no mean"
+        yield module, "has trained tokens in only one of the two adapters, and cannot be averaged"
 
 
 def _one_sided(left: AdapterView, right: AdapterView) -> Iterator[tuple[str, str]]:
